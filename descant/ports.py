@@ -1,0 +1,159 @@
+"""The seams. Each has a conformance suite in ``descant.testing`` which every implementation, the fake included, runs.
+
+A port is two to five methods: what the service must be able to say, and no more. What an implementation may do besides
+is a protocol of its own, never a ``hasattr``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from descant.types import (
+    Checkpoint,
+    CheckpointName,
+    Command,
+    Encoded,
+    EngineCapabilities,
+    FutureKey,
+    FutureState,
+    Manifest,
+    ModelFacts,
+    Result,
+    SampleDelta,
+    SampleRequest,
+    SnapshotRef,
+    Version,
+)
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Trains adapters on one base model.
+
+    Commands of one model run in the order they were submitted, which must be rising ``seq_id`` (holes are the
+    service's business); commands of different models run in any order and share passes. One command's failure fails
+    its own future only, with two exceptions that the protocol of training demands: after a backward that failed or
+    was ``Refused(loses_gradient=True)`` the model's next ``OptimStep`` fails too and clears the gradient.
+    """
+
+    facts: ModelFacts
+
+    def submit(self, command: Command) -> asyncio.Future[Result]:
+        """Returns at once. The future ends by itself: with the result, or with a ``DescantError``.
+
+        Raises nothing; a command the backend cannot do fails its future (``UserError``), and changes nothing.
+        A model that is not there: ``NotFound``. Must be called on the event loop's thread.
+        """
+        ...
+
+    async def save(self, ref: SnapshotRef, dest: str) -> Manifest:
+        """Writes a snapshot's files into the empty directory ``dest``, each fsynced; training goes on meanwhile.
+
+        Files: ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT reads them, and for a training
+        snapshot ``optimizer.safetensors``. The manifest's ``owner`` and ``base`` are left empty for the caller.
+        Raises ``NotFound`` for a snapshot that was dropped or never taken with ``for_disk``, ``ServerError`` for I/O.
+        """
+        ...
+
+    async def drop(self, ref: SnapshotRef) -> None:
+        """Frees what the snapshot holds for ``save``. Idempotent. A published version stays until ``Engine.release``."""
+        ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples any published version of any adapter, and the base model, on one base."""
+
+    capabilities: EngineCapabilities
+
+    def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        """Yields until every one of ``num_samples`` has had a delta with a ``stop_reason``.
+
+        Raises ``UserError`` naming the field, ``NotFound`` for a version that was never published or was released,
+        ``Overloaded`` when its queue is full. Closing the iterator early cancels the request.
+        """
+        ...
+
+    async def publish(self, ref: SnapshotRef) -> None:
+        """After return, requests for ``ref.version`` are served; nobody else's requests notice. Idempotent.
+
+        With ``ref.directory`` set the weights are read from there, now or at first use.
+        """
+        ...
+
+    async def release(self, version: Version) -> None:
+        """No new request will name this version; requests that run finish undisturbed. Idempotent."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """Ends a request; its iterator stops. Unknown ids are ignored."""
+        ...
+
+
+@runtime_checkable
+class CheckpointStore(Protocol):
+    """Whole checkpoints by name. A name is either absent or complete; a crash at any point leaves it one of the two."""
+
+    async def attempt(self, name: CheckpointName) -> str:
+        """A fresh empty directory that only this attempt writes into, on the same file system as the final place."""
+        ...
+
+    async def commit(self, name: CheckpointName, attempt: str, manifest: Manifest) -> Checkpoint:
+        """Makes the attempt visible under ``name``: manifest last, rename, directory fsynced. Replaces an older one
+        of the same name atomically enough that at every moment one of the two can be opened.
+        Raises ``ServerError`` if a file of the manifest is missing or has another size; nothing is visible then."""
+        ...
+
+    async def abandon(self, attempt: str) -> None:
+        """Removes a failed attempt. Idempotent."""
+        ...
+
+    async def open(self, name: CheckpointName) -> Checkpoint:
+        """Raises ``NotFound``."""
+        ...
+
+    async def list(self, model_id: str | None = None) -> Sequence[Checkpoint]:
+        """Newest first."""
+        ...
+
+    async def delete(self, name: CheckpointName) -> None:
+        """Raises ``NotFound``."""
+        ...
+
+
+@runtime_checkable
+class FutureStore(Protocol):
+    """Promises made to clients. What was put is there after a restart; a finished one stays finished."""
+
+    async def put(self, *, key: FutureKey, owner: str, base: str, operation: str) -> tuple[str, bool]:
+        """The request id for this key, and whether it is new. Idempotent on ``(key, owner)``: the same submission
+        sent twice, also at the same time, gets one id, and exactly one caller is told that it is new. The id is
+        random. Durable on return. Another owner's key is another key."""
+        ...
+
+    async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
+        """Ends a future and wakes who waits. A second resolve is ignored (the first answer stands).
+        Raises ``NotFound`` for an id never put."""
+        ...
+
+    async def get(self, request_id: str, *, timeout_s: float = 0.0) -> FutureState:
+        """The state, waiting up to ``timeout_s`` for the end. Raises ``NotFound``. Waiting costs no polling."""
+        ...
+
+    async def pending(self) -> Sequence[FutureState]:
+        """All unfinished ones, oldest first (for recovery)."""
+        ...
+
+    async def prune(self, *, finished_before: float) -> int:
+        """Forgets futures that ended before this time (seconds since the epoch, by the store's clock); how many."""
+        ...
+
+
+class Clock(Protocol):
+    """Time as an argument. ``now`` is seconds since the epoch for records, ``monotonic`` for durations and deadlines."""
+
+    def now(self) -> float: ...
+    def monotonic(self) -> float: ...
+    async def sleep(self, seconds: float) -> None: ...

@@ -1,0 +1,459 @@
+"""The nouns of Descant. Frozen, named as the Tinker SDK names them, numpy at most.
+
+Everything here is plain data: it pickles, it holds no tensor, no handle and no lock. ``Command`` is what a trainer does
+in order, ``SampleRequest`` is what an engine does out of order, ``*Output`` is what comes back.
+
+Array legend: L tokens of a datum's model input, N a prompt's tokens, S sampled tokens, K alternatives per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+SCALE_NUMERATOR = 32.0
+"""An adapter of true rank r adds ``(32 / r) · B A x``, as the hosted service does (PEFT: ``lora_alpha=32``)."""
+
+MAX_RANK = 256
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedText:
+    """A run of token ids. ``tokens`` int32 [n]."""
+
+    tokens: Int32
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+Chunk = EncodedText
+"""Images and audio will join this union; until then ``wire`` refuses them."""
+
+ModelInput = tuple[Chunk, ...]
+
+
+def input_length(model_input: ModelInput) -> int:
+    return sum(chunk.length for chunk in model_input)
+
+
+def input_tokens(model_input: ModelInput) -> Int32:
+    """All tokens of a text-only input, int32 [L]."""
+    if len(model_input) == 1:
+        return model_input[0].tokens
+    return np.concatenate([chunk.tokens for chunk in model_input]) if model_input else np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One training sequence.
+
+    ``loss_fn_inputs``: dense arrays by the SDK's names: ``target_tokens`` int64 [L] or [L, K]; ``weights``,
+    ``logprobs``, ``advantages`` float32 of the same shape ([L] for the RL losses). Unchecked: ``train.check`` does that.
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: Mapping[str, np.ndarray]
+
+
+LOSS_FN_INPUTS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": ("target_tokens", "weights"),
+    "importance_sampling": ("target_tokens", "logprobs", "advantages"),
+    "ppo": ("target_tokens", "logprobs", "advantages"),
+    "cispo": ("target_tokens", "logprobs", "advantages"),
+    "dro": ("target_tokens", "logprobs", "advantages"),
+}
+"""The losses served, and the arrays each takes. ``weights`` may be left out (ones)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    rank: int = 32
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParams:
+    """``grad_clip_norm`` 0 means no clipping; weight decay is decoupled (AdamW)."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Facts about a served base model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the layers above the ranks may know of a base model.
+
+    ``name`` is what clients call it and what the SDK can load a tokenizer from; ``aliases`` are accepted as well.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    architecture: str
+    vocab_size: int
+    max_context_length: int
+    eos_token_ids: tuple[int, ...]
+    num_params: int
+    dtype: str
+    device: str
+    packable: bool = True
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Commands: what a trainer does, in seq_id order per model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSource:
+    """A committed checkpoint to start from. ``directory`` is readable by the rank; ``uri`` is its tinker:// name."""
+
+    uri: str
+    directory: str
+    optimizer: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateModel:
+    model_id: str
+    seq_id: int = 0
+    lora: LoraConfig
+    source: CheckpointSource | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    """Adds the gradient of the summed loss to the model's, or with ``forward_only`` only evaluates it."""
+
+    model_id: str
+    seq_id: int
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStep:
+    model_id: str
+    seq_id: int
+    adam_params: AdamParams
+
+
+SnapshotKind = Literal["training", "sampler"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Freeze the model as it is now. ``training`` holds weights and optimiser state, ``sampler`` the weights alone.
+
+    ``for_disk`` False (an ephemeral sampler save) keeps only the working copy that the engine computes with.
+    """
+
+    model_id: str
+    seq_id: int
+    kind: SnapshotKind
+    for_disk: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadState:
+    model_id: str
+    seq_id: int
+    source: CheckpointSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeleteModel:
+    model_id: str
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A request that was refused after its seq_id was known, or a hole that was closed. Takes its place in order.
+
+    ``loses_gradient``: the request was, or may have been, a backward; the next optimiser step must fail too.
+    """
+
+    model_id: str
+    seq_id: int
+    message: str
+    loses_gradient: bool
+
+
+Command = CreateModel | ForwardBackward | OptimStep | Snapshot | LoadState | DeleteModel | Refused
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Results of commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCreated:
+    """``lora`` and ``step`` as they are now: after a load from a checkpoint, the checkpoint's."""
+
+    model_id: str
+    lora: LoraConfig
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardOutput:
+    """``loss_fn_outputs[i]`` belongs to datum i: ``logprobs`` float32 with the shape of its ``target_tokens``.
+
+    ``metrics``: every key is ``name:reduction`` with exactly one colon; ``loss:sum`` is always there.
+    """
+
+    loss_fn_outputs: tuple[Mapping[str, np.ndarray], ...]
+    metrics: Mapping[str, float]
+    loss_fn_output_type: str = "TensorData"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStepOutput:
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Version:
+    """One frozen state of one model's weights. ``number`` is the seq_id of the save that made it (replay-stable)."""
+
+    model_id: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRef:
+    """Names a snapshot; holds no tensor. ``directory`` is set once (or when) its weights are in a committed checkpoint."""
+
+    version: Version
+    kind: SnapshotKind
+    lora: LoraConfig
+    step: int
+    applied_seq_id: int
+    has_pending_gradient: bool
+    directory: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    model_id: str
+    uri: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deleted:
+    model_id: str
+
+
+Result = ModelCreated | ForwardBackwardOutput | OptimStepOutput | SnapshotRef | Loaded | Deleted
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+CheckpointType = Literal["weights", "sampler_weights"]
+"""The middle segment of a tinker:// path; part of a checkpoint's identity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class CheckpointName:
+    """``tinker://{model_id}/{type}/{name}``: exactly three segments, so no part may contain a slash."""
+
+    model_id: str
+    type: CheckpointType
+    name: str
+
+    @property
+    def uri(self) -> str:
+        return f"tinker://{self.model_id}/{self.type}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds; it exists when this exists. ``files`` by path relative to the checkpoint's directory."""
+
+    base: str
+    owner: str
+    lora: LoraConfig
+    step: int
+    applied_seq_id: int
+    has_optimizer: bool
+    files: Mapping[str, FileEntry]
+    format: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.files.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    name: CheckpointName
+    directory: str
+    manifest: Manifest
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """``max_tokens`` None: until the context is full. ``top_k`` -1: off. ``temperature`` 0: greedy.
+
+    ``stop`` None: the model's end tokens only; (): nothing stops, not even the end token; token ids; or strings
+    (a stop that was met is part of the returned tokens, once). ``seed`` None: a fresh one.
+    """
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[int, ...] | tuple[str, ...] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """``version`` None samples the base model. Scores are asked for with ``prompt_logprobs`` / ``topk_prompt_logprobs``."""
+
+    request_id: str
+    version: Version | None
+    prompt: ModelInput
+    num_samples: int
+    sampling_params: SamplingParams
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    stream: bool = False
+
+
+StopReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """``tokens`` int32 [S] with the stop included; ``logprobs`` float32 [S] of the temperature-scaled distribution
+    before top-k and top-p cut it."""
+
+    tokens: Int32
+    logprobs: Float32
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """``token_ids`` int32 [N, K], ``logprobs`` float32 [N, K]; an empty cell is id 0 and -99999.0 (all of row 0 is)."""
+
+    token_ids: Int32
+    logprobs: Float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """``logprobs`` float32 [N] at temperature 1, NaN where not computed (always at position 0)."""
+
+    logprobs: Float32
+    topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDelta:
+    """A step forward of one request. ``version`` says which weights made it.
+
+    Not streaming: one delta per sample, at its end, with all its tokens. Streaming: several; ``tokens`` are the new
+    ones. ``prompt`` comes once, with the first delta of the request that knows it. ``stop_reason`` is set on a
+    sample's last delta.
+    """
+
+    request_id: str
+    sample: int
+    tokens: Int32
+    logprobs: Float32
+    stop_reason: StopReason | None
+    version: Version | None
+    prompt: PromptScores | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutput:
+    """A finished request, folded from its deltas. ``sequences[i]`` is sample i."""
+
+    sequences: tuple[SampledSequence, ...]
+    prompt: PromptScores | None
+    versions: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    prompt_logprobs: bool = True
+    max_topk_prompt_logprobs: int = 20
+    max_num_samples: int = 1024
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Futures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FutureKey:
+    """What makes a submission the same submission: one of the protocol's five pairs, scoped by its kind.
+
+    train (model_id, seq_id); create (session_id, model_seq_id); sampler (session_id, sampling_session_seq_id);
+    sample (sampling_session_id, seq_id); custom_loss (session_id, custom_loss_seq_id).
+    """
+
+    kind: Literal["train", "create", "sampler", "sample", "custom_loss"]
+    scope: str
+    seq_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """A result in the bytes that go out. Made once, when the future resolves; kept as it is."""
+
+    content_type: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FutureState:
+    """``encoded`` None: pending. A failure is an answer like any other (``failed`` says which it was)."""
+
+    request_id: str
+    owner: str
+    base: str
+    key: FutureKey
+    operation: str
+    encoded: Encoded | None
+    failed: bool = False
