@@ -10,8 +10,8 @@
        ├─ RankDied          500  a rank ended or stopped answering; names the rank and what it ran
        └─ Lost              500  work or a model that did not survive a restart; names where to resume
 
-``category`` is the word the Tinker protocol puts into a failed future ("user" or "server"). All of them pickle, since they
-travel from rank to server. A message says expected, got and where:
+``category`` is the word the Tinker protocol puts into a failed future ("user" or "server"). All of them pickle,
+since they travel from rank to server. A message says expected, got and where:
 ``data[3].loss_fn_inputs['weights'] has shape (3,), expected (2,)``.
 """
 

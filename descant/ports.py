@@ -58,7 +58,7 @@ class Trainer(Protocol):
         ...
 
     async def drop(self, ref: SnapshotRef) -> None:
-        """Frees what the snapshot holds for ``save``. Idempotent. A published version stays until ``Engine.release``."""
+        """Frees what the snapshot holds for ``save``. Idempotent. Published versions stay until ``Engine.release``."""
         ...
 
 
@@ -152,7 +152,7 @@ class FutureStore(Protocol):
 
 
 class Clock(Protocol):
-    """Time as an argument. ``now`` is seconds since the epoch for records, ``monotonic`` for durations and deadlines."""
+    """Time as an argument. ``now``: seconds since the epoch, for records. ``monotonic``: for durations and deadlines."""
 
     def now(self) -> float: ...
     def monotonic(self) -> float: ...

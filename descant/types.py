@@ -60,7 +60,7 @@ class Datum:
     """One training sequence.
 
     ``loss_fn_inputs``: dense arrays by the SDK's names: ``target_tokens`` int64 [L] or [L, K]; ``weights``,
-    ``logprobs``, ``advantages`` float32 of the same shape ([L] for the RL losses). Unchecked: ``train.check`` does that.
+    ``logprobs``, ``advantages`` float32 of the same shape ([L] for the RL losses). Not checked here: ``train.check`` does.
     """
 
     model_input: ModelInput
@@ -246,7 +246,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRef:
-    """Names a snapshot; holds no tensor. ``directory`` is set once (or when) its weights are in a committed checkpoint."""
+    """Names a snapshot; holds no tensor. ``directory`` is set when its weights lie in a committed checkpoint."""
 
     version: Version
     kind: SnapshotKind
@@ -346,7 +346,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """``version`` None samples the base model. Scores are asked for with ``prompt_logprobs`` / ``topk_prompt_logprobs``."""
+    """``version`` None samples the base model. ``prompt_logprobs`` and ``topk_prompt_logprobs`` ask for scores."""
 
     request_id: str
     version: Version | None
@@ -457,3 +457,37 @@ class FutureState:
     operation: str
     encoded: Encoded | None
     failed: bool = False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Answers: what a client's future resolves with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSaved:
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerWeightsSaved:
+    """``path`` for a named save, ``sampling_session_id`` for an ephemeral one."""
+
+    path: str | None
+    sampling_session_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLoaded:
+    path: str
+    model_id: str
+
+
+Answer = (
+    ModelCreated
+    | ForwardBackwardOutput
+    | OptimStepOutput
+    | WeightsSaved
+    | SamplerWeightsSaved
+    | WeightsLoaded
+    | SampleOutput
+)
