@@ -152,7 +152,7 @@ class FutureStore(Protocol):
 
 
 class Clock(Protocol):
-    """Time as an argument. ``now``: seconds since the epoch, for records. ``monotonic``: for durations and deadlines."""
+    """Time as an argument. ``now``: seconds since the epoch, for records; ``monotonic``: for durations."""
 
     def now(self) -> float: ...
     def monotonic(self) -> float: ...

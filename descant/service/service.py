@@ -12,7 +12,7 @@ requests that have no place: unknown session or model, a malformed name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from descant.ports import CheckpointStore, Clock, Engine, FutureStore, Trainer
@@ -23,8 +23,9 @@ from descant.types import (
     FutureState,
     LoraConfig,
     ModelFacts,
+    ModelInput,
     OptimStep,
-    SampleRequest,
+    SamplingParams,
 )
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
@@ -84,8 +85,11 @@ class SampleSubmission:
 
     sampling_session_id: str
     seq_id: int
-    request: Callable[[str, Any], SampleRequest]
+    prompt: ModelInput
     num_samples: int
+    sampling_params: SamplingParams
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +112,7 @@ class Service:
         catalogue: Any,
         clock: Clock,
         encode: Callable[[Answer | Exception], Encoded],
-        settings: ServiceSettings = field(default_factory=ServiceSettings),
+        settings: ServiceSettings | None = None,
     ):
         raise NotImplementedError
 
