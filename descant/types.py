@@ -60,7 +60,7 @@ class Datum:
     """One training sequence.
 
     ``loss_fn_inputs``: dense arrays by the SDK's names: ``target_tokens`` int64 [L] or [L, K]; ``weights``,
-    ``logprobs``, ``advantages`` float32 of the same shape ([L] for the RL losses). Checked by ``train.check``, not here.
+    ``logprobs``, ``advantages`` float32 of that shape ([L] for the RL losses). ``train.check`` checks them.
     """
 
     model_input: ModelInput
