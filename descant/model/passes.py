@@ -1,0 +1,78 @@
+"""One forward call over many people's tokens: who owns which rows, and where keys and values live.
+
+A pass is a flat stream of T tokens: sequences one after another, sorted by adapter so that every adapter's tokens are
+one run. Everything here is built once per pass on the host; layers only read it.
+
+Legend: T tokens of the pass, B sequences, P pages of the KV pool, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+PAGE_TOKENS = 64
+"""Tokens in a KV page, and keys in one block of the attention: one number, so that a page is a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class RowRef:
+    """A row of the bank: the slab of this rank class (8, 16, 32 … 256), this slot."""
+
+    rank_class: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tokens ``start:end`` compute with the working row ``row``. ``gradient`` None: forward only.
+
+    ``gradient`` is a slot of the gradient slab of the same rank class: the adapter's own or a scratch row.
+    Two requests of one adapter in one pass are two segments with one ``row`` and two gradients.
+    Tokens outside every segment use the base model alone.
+    """
+
+    start: int
+    end: int
+    row: RowRef
+    gradient: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPool:
+    """``keys[layer]`` and ``values[layer]``: [P, Hkv, PAGE_TOKENS, D] in the base's dtype."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPass:
+    """The sequences' pages in this pass.
+
+    ``page_table`` int64 [B, max pages of the pass], unused cells 0; ``context_lens``: tokens of each sequence that are
+    in its pages already. The attention function writes this pass's keys and values behind them, then attends over all.
+    """
+
+    pool: KVPool
+    page_table: torch.Tensor
+    context_lens: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Pass:
+    """``seq_lens`` (query tokens of each sequence, in stream order) sum to T. ``segments`` are disjoint and rising.
+
+    ``kv`` None: keys are the pass's own tokens (training, scoring), causal within each sequence.
+    ``cache`` belongs to the attention function: index tensors it derives once per pass.
+    """
+
+    seq_lens: tuple[int, ...]
+    segments: tuple[Segment, ...] = ()
+    kv: KVPass | None = None
+    cache: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.seq_lens)
