@@ -1,0 +1,151 @@
+"""The service's tables, and how an older database becomes a newer one.
+
+SQLAlchemy Core only, nothing of SQLite's own: the same tables will stand in PostgreSQL. ``owner`` is on every record
+and ``base`` on every record that belongs to one base model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+    insert,
+    inspect,
+    select,
+    update,
+)
+
+from descant.errors import ServerError
+
+metadata = MetaData()
+
+schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("end_reason", String),
+    Column("tags", JSON, nullable=False),
+    Column("user_metadata", JSON),
+    Column("sdk_version", String, nullable=False),
+    Column("project_id", String),
+    Column("display_name", String),
+    Column("idempotency_key", String),
+    # create_session has no sequence number: a client that retries it sends the same idempotency key. Sessions without
+    # a key are all different (NULLs are).
+    UniqueConstraint("owner", "idempotency_key", name="one_session_per_idempotency_key"),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("model_id", String, primary_key=True),
+    Column("session_id", String, nullable=False, index=True),
+    Column("owner", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("status", String, nullable=False),
+    Column("status_reason", String),
+    Column("lora", JSON, nullable=False),
+    Column("source_uri", String),
+    Column("user_metadata", JSON),
+)
+
+sampling_sessions = Table(
+    "sampling_sessions",
+    metadata,
+    # {session_id}:sample:{seq}: the primary key is the protocol's pair, shared by create_sampling_session and by
+    # ephemeral saves, so that neither can take a number that the other has.
+    Column("sampling_session_id", String, primary_key=True),
+    Column("session_id", String, nullable=False, index=True),
+    Column("owner", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("status", String, nullable=False),
+    Column("model_path", String),
+    Column("version_model_id", String),
+    Column("version_number", BigInteger),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    # What a checkpoint is, its manifest says. This says when it ends.
+    Column("uri", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, index=True),
+)
+
+futures = Table(
+    "futures",
+    metadata,
+    # Rising, so that "oldest first" needs no clock. BigInteger for PostgreSQL; SQLite counts by itself only INTEGER.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("request_id", String, nullable=False, unique=True),
+    Column("owner", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("scope", String, nullable=False),
+    Column("seq_id", BigInteger, nullable=False),
+    Column("operation", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("finished_at", Float),
+    Column("failed", Boolean, nullable=False),
+    Column("content_type", String),
+    Column("body", LargeBinary),
+    # A client that got no answer sends the same request again, perhaps while the first is still on its way: the
+    # second insert must find the first. ``kind`` keeps a model's counter and its samplers' counters apart (two
+    # samplers both start at 0), ``owner`` keeps one owner's guess from finding another's request.
+    UniqueConstraint("owner", "kind", "scope", "seq_id", name="one_future_per_submission"),
+    Index("futures_finished_at", "finished_at"),
+)
+
+
+def create_first_tables(connection: Connection) -> None:
+    metadata.create_all(connection, tables=[sessions, models, sampling_sessions, checkpoints, futures])
+
+
+MIGRATIONS: Sequence[Callable[[Connection], None]] = (create_first_tables,)
+"""``MIGRATIONS[n]`` takes a database from version n to n + 1. Append only: what ran somewhere stays as it is (a
+migration that needs the tables as they were then writes them out itself)."""
+
+
+def migrate(connection: Connection, migrations: Sequence[Callable[[Connection], None]] = MIGRATIONS) -> int:
+    """Brings the database to the newest version, all or nothing if run in one transaction; the version found.
+
+    Raises ``ServerError`` for a database that a newer Descant has written.
+    """
+    if not inspect(connection).has_table(schema_version.name):
+        schema_version.create(connection)
+    found = connection.execute(select(schema_version.c.version)).scalar_one_or_none()
+    if found is None:
+        connection.execute(insert(schema_version).values(version=0))
+    version = found or 0
+    if version > len(migrations):
+        raise ServerError(
+            f"the database has schema version {version}, expected at most {len(migrations)}: "
+            "it was written by a newer version of Descant"
+        )
+    for migration in migrations[version:]:
+        migration(connection)
+    connection.execute(update(schema_version).values(version=len(migrations)))
+    return version
