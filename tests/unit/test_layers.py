@@ -1,0 +1,144 @@
+"""The design's layers: which package may import which, read from the source; and what an import really loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "descant"
+
+NOUNS = {"types", "errors"}
+MAY_IMPORT: Mapping[str, set[str]] = {
+    "types": set(),
+    "errors": set(),
+    "ports": NOUNS,
+    "wire": NOUNS,
+    "service": NOUNS | {"ports"},
+    "server": NOUNS | {"wire", "service"},
+    "model": NOUNS,
+    "train": NOUNS | {"model"},
+    "sample": NOUNS | {"model"},
+    "ckpt": NOUNS | {"model", "ports"},
+    "ranks": NOUNS | {"ports", "model", "train", "sample", "ckpt"},
+    "config": NOUNS | {"service", "ranks", "ckpt"},
+    "bench": NOUNS | {"model", "train", "sample"},
+}
+"""Changes in the commit that changes the design. A package may import itself."""
+
+MAY_IMPORT_ANYTHING = {"app", "cli", "demo", "testing"}
+
+WEB = {"fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop"}
+SQL = {"sqlalchemy", "aiosqlite"}
+TORCH = {"torch", "transformers", "safetensors", "peft"}
+MAY_NOT_IMPORT: Mapping[str, set[str]] = {
+    "types": WEB | SQL | TORCH,
+    "errors": WEB | SQL | TORCH | {"numpy"},
+    "ports": WEB | SQL | TORCH,
+    "wire": SQL | TORCH | {"fastapi", "starlette", "uvicorn", "tinker"},
+    "service": WEB | TORCH | {"tinker"},
+    "server": SQL | TORCH | {"tinker"},
+    "model": WEB | SQL | {"tinker", "click", "rich"},
+    "train": WEB | SQL | {"tinker", "click", "rich"},
+    "sample": WEB | SQL | {"tinker", "click", "rich"},
+    "ckpt": WEB | SQL | {"tinker", "click", "rich"},
+    "ranks": WEB | SQL | {"tinker", "click", "rich"},
+}
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file names in an import, wherever the import stands, as (line, dotted name)."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                package = path.relative_to(ROOT).parts[:-1]
+                module = ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+            else:
+                module = node.module or ""
+            yield node.lineno, module
+            if module == "descant":
+                yield from ((node.lineno, f"descant.{alias.name}") for alias in node.names)
+
+
+def layer(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def violations(paths: Iterator[Path]) -> list[str]:
+    found = []
+    for path in paths:
+        importer = layer(path)
+        if importer in MAY_IMPORT_ANYTHING or importer == "__init__":
+            continue
+        for line, module in imports(path):
+            top, _, rest = module.partition(".")
+            where = f"{path.relative_to(ROOT)}:{line}"
+            if top == "descant" and rest:
+                imported = rest.partition(".")[0]
+                if imported != importer and imported not in MAY_IMPORT[importer]:
+                    found.append(f"{where}: {importer} may not import {imported}")
+            elif top in MAY_NOT_IMPORT.get(importer, ()):
+                found.append(f"{where}: {importer} may not import {top}")
+    return found
+
+
+def test_packages_import_downward_only():
+    assert violations(PACKAGE.rglob("*.py")) == []
+
+
+def test_every_package_has_its_line_in_the_table():
+    layers = {layer(path) for path in PACKAGE.rglob("*.py")} - {"__init__"}
+    assert layers <= set(MAY_IMPORT) | MAY_IMPORT_ANYTHING
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        pytest.param("from descant.train.step import Learner", "may not import train", id="sideways"),
+        pytest.param("import descant.server", "may not import server", id="upward"),
+        pytest.param("from descant import server", "may not import server", id="from the top"),
+        pytest.param("def f():\n    import torch", "may not import torch", id="inside a function"),
+        pytest.param("from ..train import step", "may not import train", id="relative"),
+    ],
+)
+def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, says: str):
+    path = tmp_path / "descant" / "service" / "wrong.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "descant")
+    assert [says in violation for violation in violations(iter([path]))] == [True]
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        pytest.param("service", WEB | TORCH, id="service without torch and the web"),
+        pytest.param("wire", SQL | TORCH | {"fastapi", "starlette", "tinker"}, id="wire without torch and SQL"),
+        pytest.param("model", WEB | SQL, id="model without the web and SQL"),
+        pytest.param("train", WEB | SQL, id="train without the web and SQL"),
+        pytest.param("sample", WEB | SQL, id="sample without the web and SQL"),
+        pytest.param("config", TORCH, id="config without torch"),
+        pytest.param("cli", TORCH | {"fastapi"}, id="the command line without torch"),
+    ],
+)
+def test_importing_a_package_loads_no_more_than_it_needs(package: str, absent: set[str]):
+    """Every module of the package, in a process of its own. A GPU machine may lack the web and SQL packages."""
+    directory = PACKAGE / package
+    paths = sorted(directory.rglob("*.py")) if directory.is_dir() else [PACKAGE / f"{package}.py"]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print(*sorted(set({sorted(absent)!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
