@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from descant.errors import DescantError
 from descant.types import SampleDelta, SampleRequest, Version
 
 
@@ -26,6 +27,9 @@ class SampleLimits:
     max_context_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    max_num_samples: int = 1024
+    max_topk: int = 20
+    """Alternatives a prompt position, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +69,17 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """``token`` None when nothing was drawn. ``scores`` float list per scored token; ``topk`` its (ids, logprobs)."""
+    """``token`` None when nothing was drawn. ``scores`` float list per scored token; ``topk`` its (ids, logprobs).
+
+    ``error``: what went wrong with this sequence alone (logits that are not finite); its request fails, no other.
+    """
 
     sequence: int
     token: int | None
     logprob: float
     scores: tuple[float, ...] = ()
     topk: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
+    error: str | None = None
 
 
 class Scheduler:
@@ -103,6 +111,11 @@ class Scheduler:
 
     def fail(self, plan: StepPlan) -> list[str]:
         """A step raised: ends its requests, frees what they held; the request ids."""
+        raise NotImplementedError
+
+    def take_failures(self) -> list[tuple[str, DescantError]]:
+        """Requests (by id) that ``apply`` ended because their own computation failed, each told once. The loop calls
+        it after every ``apply``: such a request gets no further delta."""
         raise NotImplementedError
 
     def versions(self) -> set[Version]:

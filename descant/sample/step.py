@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from descant.model.base import BaseModel
 from descant.sample.scheduler import SequenceOutput, StepPlan
+from descant.types import Version
 
 
 class Sampler:
@@ -16,6 +17,12 @@ class Sampler:
         packable), computes wanted logits only, samples, and returns in the plan's order."""
         raise NotImplementedError
 
-    def acquire(self, version: object) -> None:
-        """Pins a version's row for a request that will run; ``NotFound`` if it was never published."""
+    def acquire(self, version: Version | None) -> None:
+        """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
+        Once per request, and ``release`` once when the request has ended (last delta, failure, cancel) or was refused.
+        None, the base model, needs no row: both do nothing."""
+        raise NotImplementedError
+
+    def release(self, version: Version | None) -> None:
+        """Undoes one ``acquire``."""
         raise NotImplementedError
