@@ -35,17 +35,15 @@ from descant.ckpt.manifest import (
 )
 from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, adapter_config
 from descant.errors import DescantError, NotFound, Overloaded, ServerError, UserError
+from descant.train.check import check_adam, check_forward_backward, dense_inputs, loss_fn_config
 from descant.types import (
-    LOSS_FN_INPUTS,
     MAX_RANK,
     SCALE_NUMERATOR,
-    AdamParams,
     Checkpoint,
     CheckpointName,
     CheckpointSource,
     Command,
     CreateModel,
-    Datum,
     Deleted,
     DeleteModel,
     EngineCapabilities,
@@ -180,74 +178,21 @@ class FakeWorld:
         return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
 
 
-def _loss(
-    loss_fn: str, config: Mapping[str, float | str], inputs: Mapping[str, np.ndarray], p: Array
-) -> tuple[Array, Array]:
+def _loss(loss_fn: str, config: Mapping[str, float], inputs: Mapping[str, np.ndarray], p: Array) -> tuple[Array, Array]:
     """Per-token loss and its derivative by p, both shaped like the targets."""
     if loss_fn == "cross_entropy":
-        weights = np.asarray(inputs.get("weights", np.ones_like(p)), np.float64)
-        return -p * weights, -weights
-    q, advantages = np.asarray(inputs["logprobs"], np.float64), np.asarray(inputs["advantages"], np.float64)
+        return -p * inputs["weights"], -inputs["weights"].astype(np.float64)
+    q, advantages = inputs["logprobs"].astype(np.float64), inputs["advantages"].astype(np.float64)
     ratio = np.exp(p - q)
-    low, high = float(config.get("clip_low_threshold", 0.8)), float(config.get("clip_high_threshold", 1.2))
-    clipped = np.clip(ratio, low, high)
-    match loss_fn:
-        case "importance_sampling":
-            return -ratio * advantages, -ratio * advantages
-        case "ppo":
-            chosen = np.minimum(ratio * advantages, clipped * advantages)
-            return -chosen, np.where(ratio * advantages <= clipped * advantages, -ratio * advantages, 0.0)
-        case "cispo":
-            return -clipped * p * advantages, -clipped * advantages
-        case _:
-            beta = float(config.get("beta", 0.05))
-            return -(p * advantages - beta / 2 * (p - q) ** 2), -(advantages - beta * (p - q))
-
-
-def _check_datum(facts: ModelFacts, loss_fn: str, datum: Datum, where: str) -> None:
-    tokens = input_tokens(datum.model_input)
-    if not 0 < len(tokens) <= facts.max_context_length:
-        raise UserError(f"{where}.model_input has {len(tokens)} tokens, expected 1 to {facts.max_context_length}")
-    names = LOSS_FN_INPUTS[loss_fn]
-    for name in datum.loss_fn_inputs:
-        if name not in names:
-            raise UserError(
-                f"{where}.loss_fn_inputs[{name!r}] is not an input of {loss_fn} (those are {', '.join(names)})"
-            )
-    targets = datum.loss_fn_inputs.get("target_tokens")
-    if targets is None:
-        raise UserError(f"{where}.loss_fn_inputs has no 'target_tokens'")
-    for name in names:
-        array = datum.loss_fn_inputs.get(name)
-        if array is None:
-            if name == "weights":
-                continue
-            raise UserError(f"{where}.loss_fn_inputs has no {name!r}")
-        wanted = targets.shape if loss_fn == "cross_entropy" and targets.ndim == 2 else (len(tokens),)
-        if array.shape != wanted or array.shape[0] != len(tokens):
-            shape = wanted if wanted[0] == len(tokens) else (len(tokens), *wanted[1:])
-            raise UserError(f"{where}.loss_fn_inputs[{name!r}] has shape {array.shape}, expected {shape}")
-        if not np.isfinite(array).all():
-            raise UserError(f"{where}.loss_fn_inputs[{name!r}] has a value that is not finite")
-    for name, ids in (("model_input", tokens), ("loss_fn_inputs['target_tokens']", targets)):
-        if ids.size and not (ids.min() >= 0 and ids.max() < facts.vocab_size):
-            raise UserError(f"{where}.{name} has a token id outside 0..{facts.vocab_size - 1}")
-
-
-def _check_forward_backward(facts: ModelFacts, command: ForwardBackward) -> None:
-    if command.loss_fn not in LOSS_FN_INPUTS:
-        raise UserError(f"loss_fn is {command.loss_fn!r}, expected one of {', '.join(LOSS_FN_INPUTS)}")
-    if not command.data:
-        raise UserError("data is empty, expected at least one datum")
-    for index, datum in enumerate(command.data):
-        _check_datum(facts, command.loss_fn, datum, f"data[{index}]")
-
-
-def _check_adam(params: AdamParams) -> None:
-    for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"):
-        value = getattr(params, name)
-        if not np.isfinite(value) or value < 0 or (name.startswith("beta") and value >= 1):
-            raise UserError(f"adam_params.{name} is {value}, expected a finite number of at least 0 (betas below 1)")
+    if loss_fn == "importance_sampling":
+        return -ratio * advantages, -ratio * advantages
+    if loss_fn == "dro":
+        return -(p * advantages - config["beta"] / 2 * (p - q) ** 2), -(advantages - config["beta"] * (p - q))
+    clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    if loss_fn == "cispo":
+        return -clipped * p * advantages, -clipped * advantages
+    chosen = np.minimum(ratio * advantages, clipped * advantages)
+    return -chosen, np.where(ratio * advantages <= clipped * advantages, -ratio * advantages, 0.0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -345,17 +290,19 @@ class FakeTrainer:
         return ModelCreated(model_id=command.model_id, lora=adapter.weights.lora, step=adapter.step)
 
     def _forward_backward(self, adapter: Adapter, command: ForwardBackward) -> ForwardBackwardOutput:
-        _check_forward_backward(self.facts, command)
+        check_forward_backward(command, self.facts)
+        config = loss_fn_config(command)
         weights, scale = adapter.weights, SCALE_NUMERATOR / adapter.weights.lora.rank
         total, outputs = 0.0, []
         sums = [np.zeros_like(gradient) for gradient in adapter.gradient]
         for index, datum in enumerate(command.data):
-            tokens, targets = input_tokens(datum.model_input), datum.loss_fn_inputs["target_tokens"]
+            tokens, inputs = input_tokens(datum.model_input), dense_inputs(datum, command.loss_fn)
+            targets = inputs["target_tokens"]
             logprobs = self.world.logprobs(weights, tokens)
             targets_LK = targets.reshape(len(tokens), -1)
             p = np.take_along_axis(logprobs, targets_LK, -1).reshape(targets.shape)
             with np.errstate(over="ignore", invalid="ignore"):
-                loss, dloss = _loss(command.loss_fn, command.loss_fn_config, datum.loss_fn_inputs, p)
+                loss, dloss = _loss(command.loss_fn, config, inputs, p)
             if not (np.isfinite(loss).all() and np.isfinite(dloss).all()):
                 raise UserError(f"data[{index}]: its loss is not finite")
             total += float(loss.sum())
@@ -378,7 +325,7 @@ class FakeTrainer:
         params = command.adam_params
         if adapter.lost_gradient is not None:
             raise UserError(f"the step was not taken: {adapter.lost_gradient}")
-        _check_adam(params)
+        check_adam(params)
         norm = float(np.sqrt(sum((gradient**2).sum() for gradient in adapter.gradient)))
         clip = min(1.0, params.grad_clip_norm / norm) if params.grad_clip_norm > 0 and norm > 0 else 1.0
         step = adapter.step + 1
