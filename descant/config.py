@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from descant.errors import UserError
+from descant.server.routes import ServerSettings as HttpSettings
 from descant.service.service import ServiceSettings
 
 API_KEY_PREFIX = "tml-"
@@ -31,10 +32,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     """0: the operating system chooses."""
-    poll_timeout_s: float = 25.0
-    """How long ``retrieve_future`` holds a request. The SDK gives up after 45 s."""
-    shutdown_timeout_s: float = 10.0
-    """How long open requests may take to end after SIGTERM before they are cut."""
+    graceful_stop_s: int = 10
+    """How long requests that work may take to end after SIGTERM before they are cut. Open long polls end at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +53,7 @@ class Settings:
     data_dir: Path = field(default_factory=lambda: default_data_dir())
     """Checkpoints, results and the catalogue; one server at a time."""
     server: ServerSettings = field(default_factory=ServerSettings)
+    http: HttpSettings = field(default_factory=HttpSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
 
@@ -109,8 +109,8 @@ def check(settings: Settings) -> None:
     server = settings.server
     if not 0 <= server.port <= 65535:
         raise UserError(f"server.port is {server.port}, expected 0 to 65535 (0: the system chooses)")
-    if server.poll_timeout_s > 40:
-        raise UserError(f"server.poll_timeout_s is {server.poll_timeout_s}, expected at most 40 (the SDK waits 45 s)")
+    if settings.http.long_poll_s > 40:
+        raise UserError(f"http.long_poll_s is {settings.http.long_poll_s}, expected at most 40 (the SDK waits 45 s)")
     if not settings.owners_by_key() and not is_loopback(server.host):
         raise UserError(
             f"server.host is {server.host!r}, which others can reach, and there are no API keys: "

@@ -84,7 +84,7 @@ def make_datum(tokenizer: Any, chat: Sequence[dict[str, str]]) -> types.Datum:
     """The chat as one sequence that is trained on its answer only: token i predicts token i + 1."""
     *question, answer = chat
     prompt = render(tokenizer, question)
-    completion = tokenizer.encode(answer["content"], add_special_tokens=False) + [tokenizer.eos_token_id]
+    completion = [*tokenizer.encode(answer["content"], add_special_tokens=False), tokenizer.eos_token_id]
     tokens = prompt + completion
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),

@@ -20,12 +20,12 @@ def test_defaults_are_valid_and_serve_on_loopback():
 
 def test_overrides_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path):
     config = tmp_path / "descant.toml"
-    config.write_text('models = ["smollm2"]\n[server]\nport = 9000\npoll_timeout_s = 20\n')
+    config.write_text('models = ["smollm2"]\n[server]\nport = 9000\n[http]\nlong_poll_s = 20\n')
     settings = load_settings(config, ["server.port=0", "service.hole_timeout_s=5"])
     assert settings.models == ("smollm2",)
     assert settings.server.port == 0
-    assert settings.server.poll_timeout_s == 20.0
-    assert isinstance(settings.server.poll_timeout_s, float)
+    assert settings.http.long_poll_s == 20.0
+    assert isinstance(settings.http.long_poll_s, float)
     assert settings.service.hole_timeout_s == 5.0
     assert settings.server.host == Settings().server.host
 
@@ -53,7 +53,7 @@ def test_keys_come_from_the_file_the_table_and_the_command_line(tmp_path: Path):
         pytest.param("server.port=70000", "expected 0 to 65535", id="port"),
         pytest.param("service.hole_timeout_s=nan", "expected a finite number", id="NaN"),
         pytest.param("service.hole_timeout_s=0", "expected a number above 0", id="zero seconds"),
-        pytest.param("server.poll_timeout_s=50", "at most 40", id="longer than the SDK waits"),
+        pytest.param("http.long_poll_s=50", "at most 40", id="longer than the SDK waits"),
         pytest.param("server.host=0.0.0.0", "there are no API keys", id="open to the world"),
         pytest.param("server.host=example.org", "there are no API keys", id="open by name"),
         pytest.param("auth.keys.alice=short", "auth.keys.alice: expected 'tml-'", id="a key the SDK refuses"),
