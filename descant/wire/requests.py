@@ -11,7 +11,8 @@ the requests behind it do not wait for one that will never come.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -300,6 +301,38 @@ class LoadWeightsRequest(OrderedRequest):
             found = "both forms" if new else "neither form"
             raise ValueError(f"has {found} of address, expected session_id and model_seq_id, or model_id and seq_id")
         return self
+
+    def to_form(self) -> LoadIntoNewModel | LoadIntoModel:
+        if self.session_id is not None and self.model_seq_id is not None:
+            return LoadIntoNewModel(
+                session_id=self.session_id,
+                model_seq_id=self.model_seq_id,
+                path=self.path,
+                optimizer=self.optimizer,
+                base_model=self.base_model,
+                user_metadata=self.user_metadata,
+            )
+        assert self.model_id is not None  # by the validator above
+        assert self.seq_id is not None
+        return LoadIntoModel(model_id=self.model_id, seq_id=self.seq_id, path=self.path, optimizer=self.optimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadIntoNewModel:
+    session_id: str
+    model_seq_id: int
+    path: str
+    optimizer: bool
+    base_model: str | None
+    user_metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadIntoModel:
+    model_id: str
+    seq_id: int
+    path: str
+    optimizer: bool
 
 
 class WeightsInfoRequest(Request):

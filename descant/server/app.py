@@ -1,0 +1,84 @@
+"""The HTTP application, and the server that runs it.
+
+``create_app`` is what tests call in process; ``HttpServer`` is what a process runs: it ends open long polls before it
+waits for them, so that a stop takes no longer than the requests that really work.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from descant.server.auth import Keys
+from descant.server.longpoll import LongPolls
+from descant.server.responses import json_response
+from descant.server.routes import Routes, ServerSettings
+from descant.service.service import Service
+
+
+def create_app(
+    service: Service,
+    *,
+    auth: Keys,
+    ready: Callable[[], str | None],
+    settings: ServerSettings | None = None,
+) -> FastAPI:
+    """The Tinker protocol under ``/api/v1`` over ``service``, with ``/healthz`` and ``/readyz``.
+
+    ``ready``: None when requests can be served, else what is awaited, in a sentence. ``app.state.long_polls.close()``
+    answers every open long poll at once, and every later one.
+    """
+    polls = LongPolls()
+    routes = Routes(service, auth=auth, polls=polls, settings=settings or ServerSettings())
+    app = FastAPI(title="Descant", openapi_url=None)
+    app.state.long_polls = polls
+    app.add_exception_handler(HTTPException, _http_error)
+
+    async def readyz(request: Request) -> Response:
+        reason = ready()
+        if reason is None:
+            return json_response({"status": "ready"})
+        return json_response({"status": "not ready", "reason": reason}, status=503)
+
+    app.add_route("/readyz", readyz, methods=["GET"])
+    app.router.routes.extend(routes.table())
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return json_response({"detail": f"{request.method} {request.url.path}: {error.detail}"}, status=error.status_code)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an app of ``create_app`` on sockets that are bound already (``bind``): nobody else can take the port."""
+
+    def __init__(self, app: FastAPI, *, graceful_stop_s: int = 10, log_level: str = "warning"):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                access_log=False,
+                log_level=log_level,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=graceful_stop_s,
+                server_header=False,
+            )
+        )
+        self._polls: LongPolls = app.state.long_polls
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._polls.close()
+        await super().shutdown(sockets)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 lets the system choose. Raises ``OSError``."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)

@@ -1,0 +1,38 @@
+"""Waits that clients hold open, which a stopping server must be able to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LongPolls:
+    def __init__(self) -> None:
+        self._open: set[asyncio.Task[Any]] = set()
+        self.closed = False
+
+    async def wait(self, coroutine: Coroutine[Any, Any, T], *, deadline_s: float) -> T | None:
+        """The coroutine's result, or None if it was not there by the deadline or by ``close``.
+
+        Raises what the coroutine raises. Cancelling the caller cancels the coroutine.
+        """
+        task = asyncio.ensure_future(coroutine)
+        self._open.add(task)
+        if self.closed:
+            task.cancel()
+        try:
+            await asyncio.wait([task], timeout=deadline_s)
+        finally:
+            self._open.discard(task)
+            if not task.done():
+                task.cancel()
+        return task.result() if task.done() and not task.cancelled() else None
+
+    def close(self) -> None:
+        """Ends all waits at once, those that are still to come too."""
+        self.closed = True
+        for task in self._open:
+            task.cancel()
