@@ -5,22 +5,62 @@ values and hands our ``Pass`` through as one keyword. Keys are added in fixed fl
 least 8 query rows, so that a token's output does not depend on what else is in the pass, on how the sequence was cut
 into passes, or on whether its keys came from the pass or from the KV pages: the sampler's log-probabilities equal the
 trainer's bit for bit. Cost grows with the sum of squared sequence lengths, not with the square of their sum.
+
+What holds it together: a row's maximum is exact in any order; a block's products are matrix products of one inner size
+(``D`` for the scores, ``PAGE_TOKENS`` for the values) whose rows do not depend on one another; blocks are added in the
+order of the sequence; and a block that a row does not see adds exactly 0 to it, so it does not matter that a batch
+neighbour made it part of the product. The backward pass owes nobody equal bits and uses PyTorch's own kernel.
+
+On CUDA, training and scoring in half precision go through ``varlen_attn``; the pages always through the blocks.
+
+Legend: T tokens of the pass, S sequences of a tile, R query rows of a tile, N keys of a tile (a multiple of
+``PAGE_TOKENS``), H query heads, K key heads, G = H / K, D head size.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
 
-from descant.model.passes import Pass
+from descant.errors import UserError
+from descant.model.passes import PAGE_TOKENS, Pass
 
 NAME = "descant"
 
 KNOWN_KEYWORDS = frozenset({"sliding_window", "softcap", "plan"})
 """What a family may hand the attention function besides the common arguments. Any other that is not None is refused by
 name (gpt-oss's ``s_aux``, ignored, is silently off by 0.23)."""
+
+HARMLESS_KEYWORDS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"})
+"""What travels along and says nothing about attention: positions are applied already, and no cache is used."""
+
+KV_SHAPES = "kv_shapes"
+"""With this key in ``Pass.cache`` (an empty dict), each layer notes ``layer_idx → (K, D of keys, D of values)``."""
+
+MIN_ROWS = 8
+"""Fewer rows take other kernels (a vector product, a sum in another order), whose last bits differ."""
+
+DECODE_ROWS = 16
+"""Sequences of the KV pages with at most so many query tokens are computed together; longer ones each alone."""
+
+TILE_SCORES = 1 << 20
+"""Scores of a tile, at most: 4 MiB of float32 stay in the processor's cache over the five sweeps of a softmax."""
+
+TILE_KEYS = 1 << 23
+"""Numbers of gathered keys of a decode tile, at most (32 MiB of float32, and as much for the values)."""
+
+
+def register() -> None:
+    """Idempotent."""
+    AttentionInterface.register(NAME, attention)
 
 
 def attention(
@@ -30,16 +70,449 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
-    dropout: float = 0.0,
     plan: Pass,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """``query`` [1, Hq, T, D], ``key``/``value`` [1, Hkv, T, D] (rotated, not repeated, maybe not contiguous) →
-    ``[1, T, Hq, D]`` contiguous."""
-    raise NotImplementedError
+    """``query`` [1, H, T, D], ``key``/``value`` [1, K, T, D] (rotated, not repeated, maybe not contiguous) →
+    ``[1, T, H, D]`` contiguous. Raises ``UserError`` for what it cannot honour: nothing is ignored in silence."""
+    for name, given in keywords.items():
+        if given is not None and name not in HARMLESS_KEYWORDS:
+            raise UserError(f"attention keyword {name!r} is not supported")
+    if attention_mask is not None:
+        raise UserError("attention masks of the model's own are not supported")
+    if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UserError("attention that is not causal is not supported")
+    if dropout:
+        raise UserError("attention dropout is not supported: the model must be in eval mode")
+    if query.shape[2] != plan.num_tokens:
+        raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
+    rule = _Rule(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
+    )
+    layer = cast(int, module.layer_idx)
+    if (shapes := plan.cache.get(KV_SHAPES)) is not None:
+        cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
+
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if plan.kv is not None:
+        with torch.no_grad():
+            _write_pages(plan, layer, key_TKD, value_TKD)
+            pages = (plan.kv.pool.keys[layer], plan.kv.pool.values[layer])
+            out_THD, _ = _blocked(plan, rule, query_THD, key_TKD, value_TKD, pages=pages)
+    elif query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16):
+        out_THD = _varlen(plan, rule, query_THD, key_TKD, value_TKD)
+    else:
+        out_THD = _BlockedAttention.apply(query_THD, key_TKD, value_TKD, plan, rule)
+    return out_THD.unsqueeze(0), None
 
 
-def register() -> None:
-    """Idempotent."""
-    raise NotImplementedError
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """How scores become weights: ``scaling``; only the last ``window`` keys; ``cap · tanh(score / cap)``."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Which rows meet which keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tile:
+    """S sequences' rows against the same number of keys each.
+
+    ``rows`` int64 [S · R]: tokens of the pass; a row that only fills up repeats its sequence's last token, and so
+    computes, and writes, the same bits. ``run``: the slice of the pass, where the rows are one. ``keys``: tokens of
+    the pass int64 [S · N], or pages int64 [S · N / PAGE_TOKENS] of the pool; cells beyond a sequence's end name one of
+    its own, never a stranger's (whose NaN times 0 is NaN). ``bias`` float32 [S, 1, 1, R, N - masked_from]: 0 where a
+    row sees a key, -inf where it does not; keys before ``masked_from`` are seen by all rows.
+    """
+
+    num_sequences: int
+    num_rows: int
+    num_keys: int
+    rows: torch.Tensor
+    run: slice | None
+    keys: torch.Tensor
+    key_run: slice | None
+    bias: torch.Tensor
+    masked_from: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Query tokens ``start:start+length`` of the pass, the first of them at position ``context`` of its sequence."""
+
+    sequence: int
+    start: int
+    length: int
+    context: int
+
+    @property
+    def num_blocks(self) -> int:
+        return math.ceil((self.context + self.length) / PAGE_TOKENS)
+
+
+def _spans(plan: Pass) -> list[_Span]:
+    spans, start = [], 0
+    for sequence, length in enumerate(plan.seq_lens):
+        context = plan.kv.context_lens[sequence] if plan.kv is not None else 0
+        if length:
+            spans.append(_Span(sequence=sequence, start=start, length=length, context=context))
+        start += length
+    return spans
+
+
+def _groups(spans: list[_Span], *, paged: bool, num_heads: int, key_numbers: int) -> Iterator[list[_Span]]:
+    """Spans that are computed together. In training: those with the same number of blocks. Over pages: those with few
+    query tokens and less than twice the blocks of the shortest, while the gathered keys fit."""
+    groups: dict[int, list[_Span]] = defaultdict(list)
+    decode: list[_Span] = []
+    for span in spans:
+        if not paged:
+            groups[span.num_blocks].append(span)
+        elif span.length <= DECODE_ROWS:
+            decode.append(span)
+        else:
+            yield [span]
+    for num_blocks, group in groups.items():
+        scores = num_heads * (num_blocks * PAGE_TOKENS) ** 2
+        together = max(1, TILE_SCORES // scores)
+        for i in range(0, len(group), together):
+            yield group[i : i + together]
+    decode.sort(key=lambda span: -span.num_blocks)
+    while decode:
+        longest = decode[0].num_blocks
+        together = max(1, TILE_KEYS // (longest * PAGE_TOKENS * key_numbers))
+        size = 1
+        while size < min(together, len(decode)) and decode[size].num_blocks * 2 >= longest:
+            size += 1
+        yield decode[:size]
+        decode = decode[size:]
+
+
+def _tiles(plan: Pass, window: int | None, query_THD: torch.Tensor, key_TKD: torch.Tensor) -> list[_Tile]:
+    """Built once per pass and window, shared by all layers."""
+    num_heads, num_key_heads, head_size = query_THD.shape[1], key_TKD.shape[1], key_TKD.shape[2]
+    cache_key = f"tiles/{window}/{num_heads}/{num_key_heads}/{head_size}"
+    if cache_key not in plan.cache:
+        groups = _groups(
+            _spans(plan), paged=plan.kv is not None, num_heads=num_heads, key_numbers=num_key_heads * head_size
+        )
+        plan.cache[cache_key] = [
+            tile
+            for group in groups
+            for tile in _tiles_of(
+                plan, group, window, num_heads, math.ceil(MIN_ROWS * num_key_heads / num_heads), query_THD.device
+            )
+        ]
+    return cast("list[_Tile]", plan.cache[cache_key])
+
+
+def _tiles_of(
+    plan: Pass, group: list[_Span], window: int | None, num_heads: int, min_rows: int, device: torch.device
+) -> Iterator[_Tile]:
+    num_rows = max(max(span.length for span in group), min_rows)
+    num_blocks = max(span.num_blocks for span in group)
+    start = torch.tensor([span.start for span in group]).unsqueeze(1)
+    length = torch.tensor([span.length for span in group]).unsqueeze(1)
+    context = torch.tensor([span.context for span in group]).unsqueeze(1)
+    step = max(TILE_SCORES // (len(group) * num_heads * num_blocks * PAGE_TOKENS), PAGE_TOKENS, min_rows)
+    for first_row in range(0, num_rows, step):
+        end_row = min(first_row + step, num_rows)
+        first_row = max(0, min(first_row, end_row - min_rows))  # a short last tile takes rows of the one before again
+        rows_SR = torch.minimum(torch.arange(first_row, end_row), length - 1)
+        positions_SR = context + rows_SR
+        last_block = int(positions_SR.max()) // PAGE_TOKENS + 1
+        first_block = 0
+        if window is not None:
+            first_block = max(0, int(positions_SR.min()) - window + 1) // PAGE_TOKENS
+        blocks = torch.arange(first_block, last_block)
+        key_positions_N = torch.arange(first_block * PAGE_TOKENS, last_block * PAGE_TOKENS)
+        if plan.kv is None:
+            keys = start + torch.minimum(key_positions_N, length - 1)
+        else:
+            own_blocks = (context + length - 1) // PAGE_TOKENS
+            table = plan.kv.page_table.cpu()[[span.sequence for span in group]]
+            keys = table.gather(1, torch.minimum(blocks.expand(len(group), -1), own_blocks))
+        seen_SRN = key_positions_N <= positions_SR.unsqueeze(2)
+        if window is not None:
+            seen_SRN &= key_positions_N > positions_SR.unsqueeze(2) - window
+        unseen_N = (~seen_SRN).any(0).any(0).nonzero()
+        masked_from = int(unseen_N[0]) // PAGE_TOKENS * PAGE_TOKENS if len(unseen_N) else len(key_positions_N)
+        bias = torch.where(seen_SRN[:, :, masked_from:], 0.0, -torch.inf)
+        rows = (start + rows_SR).flatten()
+        yield _Tile(
+            num_sequences=len(group),
+            num_rows=end_row - first_row,
+            num_keys=len(key_positions_N),
+            rows=rows.to(device),
+            run=_run(rows),
+            keys=keys.flatten().to(device),
+            key_run=_run(keys.flatten()) if plan.kv is None else None,
+            bias=bias[:, None, None].to(device),
+            masked_from=masked_from,
+        )
+
+
+def _run(indices: torch.Tensor) -> slice | None:
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if bool((indices.diff() == 1).all()) else None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Forward
+
+
+def _blocked(
+    plan: Pass,
+    rule: _Rule,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    *,
+    pages: tuple[torch.Tensor, torch.Tensor] | None = None,
+    want_logsumexp: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Out [T, H, D] in the query's dtype, and the logarithm of each row's sum float32 [T, H]."""
+    num_tokens, num_heads, _ = query_THD.shape
+    num_key_heads = key_TKD.shape[1]
+    out_THD = query_THD.new_empty(num_tokens, num_heads, value_TKD.shape[2])
+    logsumexp_TH = query_THD.new_empty(num_tokens, num_heads, dtype=torch.float32) if want_logsumexp else None
+    for tile in _tiles(plan, rule.window, query_THD, key_TKD):
+        S, R, N = tile.num_sequences, tile.num_rows, tile.num_keys
+        query = _rows(query_THD, tile.rows, tile.run).view(S, R, num_key_heads, -1, query_THD.shape[2])
+        query = _packed_float(query.permute(0, 2, 3, 1, 4)).view(S * num_key_heads, -1, query_THD.shape[2])
+        if pages is None:
+            key, value = (
+                _rows(x, tile.keys, tile.key_run).view(S, N, num_key_heads, -1).transpose(1, 2)
+                for x in (key_TKD, value_TKD)
+            )
+        else:
+            key, value = (
+                x[tile.keys].view(S, -1, num_key_heads, PAGE_TOKENS, x.shape[3]).transpose(1, 2) for x in pages
+            )
+        out, logsumexp = _attend(
+            query,
+            _packed_float(key).view(S * num_key_heads, N, -1),
+            _packed_float(value).view(S * num_key_heads, N, -1),
+            tile,
+            rule,
+            want_logsumexp,
+        )
+        out = out.view(S, num_heads, R, -1).transpose(1, 2)  # [S, R, H, D]
+        if tile.run is not None:
+            out_THD[tile.run].view(S, R, num_heads, -1).copy_(out)
+        else:
+            out_THD[tile.rows] = out.reshape(S * R, num_heads, -1).to(out_THD.dtype)
+        if logsumexp_TH is not None and logsumexp is not None:
+            logsumexp_TH[tile.rows] = logsumexp.view(S, num_heads, R).transpose(1, 2).reshape(S * R, num_heads)
+    return out_THD, logsumexp_TH
+
+
+def _rows(x_TKD: torch.Tensor, indices: torch.Tensor, run: slice | None) -> torch.Tensor:
+    return x_TKD[run] if run is not None else x_TKD.index_select(0, indices)
+
+
+def _packed_float(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: _Tile, rule: _Rule, want_logsumexp: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """float32 [S · K, G · R, D] against [S · K, N, D] → out of the same shape, logsumexp [S · K, G · R].
+
+    The order of every sum is fixed here; see the module's docstring before changing a line.
+    """
+    scores = torch.bmm(query, key.transpose(1, 2)).mul_(rule.scaling)
+    batch, num_rows, num_keys = scores.shape
+    if rule.softcap is not None:
+        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if tile.masked_from < num_keys:
+        by_row = scores.view(tile.num_sequences, batch // tile.num_sequences, -1, tile.num_rows, num_keys)
+        by_row[..., tile.masked_from :].add_(tile.bias)
+    highest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    num_blocks = num_keys // PAGE_TOKENS
+    total = weights.view(batch, num_rows, num_blocks, PAGE_TOKENS).sum(-1).cumsum(-1)[..., -1:]
+    out = torch.bmm(weights[..., :PAGE_TOKENS], value[:, :PAGE_TOKENS])
+    for start in range(PAGE_TOKENS, num_keys, PAGE_TOKENS):
+        block = slice(start, start + PAGE_TOKENS)
+        out.baddbmm_(weights[..., block], value[:, block])
+    out.div_(total)
+    return out, highest.add_(total.log_()).squeeze(-1) if want_logsumexp else None
+
+
+def _write_pages(plan: Pass, layer: int, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> None:
+    """This pass's keys and values behind each sequence's context. A page that is begun is zeroed first: what an earlier
+    owner left in its tail is multiplied by a weight of 0, and 0 · NaN would carry his NaN over."""
+    kv = plan.kv
+    assert kv is not None
+    if "cells" not in plan.cache:
+        device = key_TKD.device
+        sequence = torch.repeat_interleave(torch.arange(len(plan.seq_lens)), torch.tensor(plan.seq_lens))
+        position = torch.cat(
+            [torch.arange(c, c + n) for c, n in zip(kv.context_lens, plan.seq_lens)] or [torch.zeros(0).long()]
+        )
+        page = kv.page_table.cpu()[sequence, position // PAGE_TOKENS]
+        begun = page[position % PAGE_TOKENS == 0]
+        plan.cache["cells"] = (page.to(device), (position % PAGE_TOKENS).to(device), begun.to(device))
+    page, cell, begun = cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", plan.cache["cells"])
+    for pool, x_TKD in ((kv.pool.keys[layer], key_TKD), (kv.pool.values[layer], value_TKD)):
+        if len(begun):
+            pool.index_fill_(0, begun, 0)
+        pool[page, :, cell] = x_TKD.to(pool.dtype)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Backward
+
+
+class _BlockedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Pass, rule: _Rule
+    ) -> torch.Tensor:
+        wanted = any(ctx.needs_input_grad)
+        out, logsumexp = _blocked(plan, rule, query, key, value, want_logsumexp=wanted)
+        if wanted:
+            ctx.save_for_backward(query, key, value, out, logsumexp)
+            ctx.plan, ctx.rule = plan, rule
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_out,) = grad_outputs
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        plan: Pass = ctx.plan
+        rule: _Rule = ctx.rule
+        has_kernel = query.device.type == "cpu" and rule.softcap is None and query.shape[-1] == value.shape[-1]
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
+        for length, starts in _equal_lengths(plan.seq_lens):
+            rows = (torch.tensor(starts).unsqueeze(1) + torch.arange(length)).flatten()
+            run = _run(rows)
+            rows = rows.to(query.device)
+
+            def of_group(
+                x: torch.Tensor, rows: torch.Tensor = rows, run: slice | None = run, size: int = len(starts)
+            ) -> torch.Tensor:
+                return _rows(x, rows, run).view(size, -1, *x.shape[1:]).transpose(1, 2)
+
+            q, k, v, do = (of_group(x) for x in (query, key, value, grad_out))
+            if has_kernel:
+                parts = _kernel_backward(rule, q, k, v, do, of_group(out), of_group(logsumexp.unsqueeze(2)).squeeze(3))
+            else:
+                parts = _plain_backward(rule, q, k, v, do)
+            for grad, part in zip(grads, parts):
+                part = part.transpose(1, 2).flatten(0, 1)
+                if run is not None:
+                    grad[run] = part
+                else:
+                    grad[rows] = part.to(grad.dtype)
+        return (*grads, None, None)
+
+
+def _equal_lengths(seq_lens: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """``(length, where its sequences start)``."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    start = 0
+    for length in seq_lens:
+        if length:
+            groups[length].append(start)
+        start += length
+    return list(groups.items())
+
+
+def _unseen(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    position = torch.arange(length, device=device)
+    behind = position.unsqueeze(1) - position
+    return (behind < 0) if window is None else (behind < 0) | (behind >= window)
+
+
+def _kernel_backward(
+    rule: _Rule,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """[B, H or K, L, D]. PyTorch's flash kernel takes our out and logsumexp as if they were its own."""
+    num_key_heads, length = k.shape[1], q.shape[2]
+    group = q.shape[1] // num_key_heads
+    mask = None
+    if rule.window is not None and rule.window < length:
+        mask = torch.zeros(length, length, dtype=q.dtype).masked_fill_(
+            _unseen(length, rule.window, q.device), -torch.inf
+        )
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out,
+        q,
+        k.repeat_interleave(group, 1),
+        v.repeat_interleave(group, 1),
+        out,
+        logsumexp,
+        0.0,
+        mask is None,
+        attn_mask=mask,
+        scale=rule.scaling,
+    )
+    return dq, *(d.unflatten(1, (num_key_heads, group)).sum(2) for d in (dk, dv))
+
+
+def _plain_backward(
+    rule: _Rule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """[B, H or K, L, D]. By autograd over the formula, in float32 (a soft cap, values of another size, CUDA)."""
+    group = q.shape[1] // k.shape[1]
+    with torch.enable_grad():
+        q32, k32, v32 = leaves = tuple(x.detach().float().requires_grad_() for x in (q, k, v))
+        scores = q32 @ k32.repeat_interleave(group, 1).transpose(2, 3) * rule.scaling
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = scores.masked_fill(_unseen(q.shape[2], rule.window, q.device), -torch.inf)
+        out = scores.softmax(-1) @ v32.repeat_interleave(group, 1)
+        return torch.autograd.grad(out, leaves, grad_out.float())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+def _varlen(
+    plan: Pass, rule: _Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+) -> torch.Tensor:
+    """PyTorch's own packed attention, with its backward. 2.13 wants to be told of fewer key heads, 2.11 does not know
+    the word."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "cu_seqlens" not in plan.cache:
+        ends = torch.tensor((0, *plan.seq_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        # every new maximum is a new kernel choice: a power of two serves many passes
+        plan.cache["cu_seqlens"] = (ends.to(query_THD.device), 1 << (max(plan.seq_lens) - 1).bit_length())
+    cu_seqlens, longest = cast("tuple[torch.Tensor, int]", plan.cache["cu_seqlens"])
+    options: dict[str, Any] = {}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = query_THD.shape[1] != key_TKD.shape[1]
+    window = (-1, 0) if rule.window is None else (rule.window - 1, 0)
+    out = varlen_attn(
+        query_THD.contiguous(),
+        key_TKD.contiguous(),
+        value_TKD.contiguous(),
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        scale=rule.scaling,
+        window_size=window,
+        **options,
+    )
+    return cast(torch.Tensor, out)
