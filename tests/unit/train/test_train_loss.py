@@ -1,0 +1,103 @@
+"""Hand-derived derivatives against autograd on the formulas as documented, in float64; and the edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+
+from descant.train.check import LOSS_FN_CONFIG
+from descant.train.loss import LossInputs, token_loss
+
+CLIP = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
+
+Documented = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Mapping[str, float]], torch.Tensor]
+"""(p, q, A, config) → loss per token, written as the documentation writes it."""
+
+
+def clip(ratio: torch.Tensor, config: Mapping[str, float]) -> torch.Tensor:
+    return torch.clamp(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+
+
+DOCUMENTED: Mapping[str, Documented] = {
+    "importance_sampling": lambda p, q, a, c: -torch.exp(p - q) * a,
+    "ppo": lambda p, q, a, c: -torch.minimum(torch.exp(p - q) * a, clip(torch.exp(p - q), c) * a),
+    "cispo": lambda p, q, a, c: -clip(torch.exp(p - q), c).detach() * p * a,
+    "dro": lambda p, q, a, c: -(p * a - 0.5 * c["beta"] * (p - q) ** 2),
+}
+
+
+def inputs(q: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor | None = None) -> LossInputs:
+    return LossInputs(
+        weights_CK=torch.zeros(len(q), 1, dtype=q.dtype) if weights is None else weights,
+        logprobs_C=q,
+        advantages_C=advantages,
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config"),
+    [
+        ("importance_sampling", {}),
+        ("ppo", LOSS_FN_CONFIG["ppo"]),
+        ("ppo", CLIP),
+        ("cispo", LOSS_FN_CONFIG["cispo"]),
+        ("cispo", CLIP),
+        ("dro", LOSS_FN_CONFIG["dro"]),
+        ("dro", {"beta": 2.0}),
+        ("dro", {"beta": 0.0}),
+    ],
+)
+@pytest.mark.parametrize("num_targets", [1, 3])
+def test_derivative_is_autograds(loss_fn: str, config: Mapping[str, float], num_targets: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = -torch.rand(200, num_targets, dtype=torch.float64, generator=generator) * 3
+    q = -torch.rand(200, dtype=torch.float64, generator=generator) * 3
+    advantages = torch.randn(200, dtype=torch.float64, generator=generator)  # ratios within, below and above the clip
+    advantages[::10] = 0
+    p.requires_grad_()
+    expected = DOCUMENTED[loss_fn](p[:, 0], q, advantages, config)
+    expected.sum().backward()
+    got = token_loss(loss_fn, config, p.detach(), inputs(q, advantages))
+    torch.testing.assert_close(got.loss_C, expected.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.dlogprobs_CK, p.grad, rtol=1e-12, atol=0)
+
+
+def test_cross_entropy_sums_targets() -> None:
+    p = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([[0.25, -1.5], [0.0, 2.0]], dtype=torch.float64)
+    expected = -(p * weights).sum(1)
+    expected.sum().backward()
+    zeros = torch.zeros(2, dtype=torch.float64)
+    got = token_loss("cross_entropy", {}, p.detach(), inputs(zeros, zeros, weights))
+    assert torch.equal(got.loss_C, expected.detach())
+    assert torch.equal(got.dlogprobs_CK, p.grad)
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
+def test_no_advantage_is_nothing_however_far_the_policies_are(loss_fn: str) -> None:
+    p, q = torch.tensor([[-1.0]]), torch.tensor([-1e38])  # exp(p - q) is inf
+    got = token_loss(loss_fn, LOSS_FN_CONFIG[loss_fn], p, inputs(q, torch.zeros(1)))
+    assert got.loss_C.tolist() == [0.0]
+    assert got.dlogprobs_CK.tolist() == [[0.0]]
+
+
+def test_no_weight_is_nothing() -> None:
+    p = torch.tensor([[-torch.inf], [torch.nan]])
+    got = token_loss("cross_entropy", {}, p, inputs(torch.zeros(2), torch.zeros(2), torch.zeros(2, 1)))
+    assert got.loss_C.tolist() == [0.0, 0.0]
+    assert got.dlogprobs_CK.tolist() == [[0.0], [0.0]]
+
+
+def test_clipping_bounds_what_importance_sampling_does_not() -> None:
+    p, q = torch.tensor([[-1.0]]), torch.tensor([-1e38])
+    gain = inputs(q, torch.ones(1))
+    assert token_loss("importance_sampling", {}, p, gain).loss_C.item() == -torch.inf
+    clipped = token_loss("ppo", LOSS_FN_CONFIG["ppo"], p, gain)
+    assert clipped.loss_C.item() == pytest.approx(-1.2)
+    assert clipped.dlogprobs_CK.item() == 0.0
+    loses = token_loss("ppo", LOSS_FN_CONFIG["ppo"], p, inputs(q, -torch.ones(1)))
+    assert loses.loss_C.item() == torch.inf  # pessimistic, as documented
+    cispo = token_loss("cispo", LOSS_FN_CONFIG["cispo"], p, gain)
+    assert cispo.dlogprobs_CK.item() == pytest.approx(-1.2)

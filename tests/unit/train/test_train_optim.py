@@ -1,0 +1,105 @@
+"""The row's AdamW against torch.optim.AdamW, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from descant.errors import UserError
+from descant.train.optim import adamw
+from descant.types import AdamParams
+
+LIMIT = torch.finfo(torch.float32).max
+
+
+class Row:
+    def __init__(self, size: int = 1000, seed: int = 0):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.weights = torch.randn(size, generator=self.generator)
+        self.moment1, self.moment2 = torch.zeros(size), torch.zeros(size)
+        self.step = 0
+
+    def new_gradient(self) -> torch.Tensor:
+        return torch.randn(self.weights.shape, generator=self.generator) * 0.1
+
+    def take(self, gradient: torch.Tensor, params: AdamParams, limit: float = LIMIT) -> float:
+        norm = adamw(
+            self.weights, gradient.clone(), self.moment1, self.moment2, step=self.step + 1, params=params, limit=limit
+        )
+        self.step += 1
+        return norm
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        AdamParams(),
+        AdamParams(learning_rate=1e-2, beta1=0.5, beta2=0.999, eps=1e-8, weight_decay=0.1),
+        AdamParams(learning_rate=1e-2, beta1=0.0),
+        AdamParams(learning_rate=1e-2, beta2=0.0, eps=1e-3),
+        AdamParams(learning_rate=1e-2, grad_clip_norm=0.5),
+        AdamParams(learning_rate=1e-2, grad_clip_norm=1e6),
+        AdamParams(learning_rate=0.0, weight_decay=0.5),
+    ],
+    ids=["defaults", "all set", "beta1 0", "beta2 0", "clipped", "clip out of reach", "lr 0"],
+)
+def test_equals_torch(params: AdamParams) -> None:
+    row = Row()
+    start = row.weights.clone()
+    reference = torch.nn.Parameter(row.weights.clone())
+    optimizer = torch.optim.AdamW(
+        [reference],
+        lr=params.learning_rate,
+        betas=(params.beta1, params.beta2),
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        foreach=False,
+        fused=False,
+    )
+    for _ in range(5):
+        gradient = row.new_gradient()
+        reference.grad = gradient.clone()
+        if params.grad_clip_norm:
+            torch.nn.utils.clip_grad_norm_([reference], params.grad_clip_norm)
+        optimizer.step()
+        assert row.take(gradient, params) == pytest.approx(gradient.norm().item(), rel=1e-6)
+        assert (row.weights - reference.detach()).abs().max() <= 1e-6
+    if params.learning_rate == 0:
+        assert torch.equal(row.weights, start)
+    else:
+        assert not torch.equal(row.weights, start)
+
+
+def test_zero_gradient_leaves_zero_weights_zero() -> None:
+    row = Row()
+    row.weights.zero_()
+    row.take(torch.zeros_like(row.weights), AdamParams())
+    assert row.weights.count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "scale", "limit"),
+    [
+        (AdamParams(learning_rate=1e39), 1.0, LIMIT),
+        (AdamParams(learning_rate=1e30), 1.0, 1e29),
+        (AdamParams(), 1e25, LIMIT),
+        (AdamParams(), float("nan"), LIMIT),
+        (AdamParams(weight_decay=1e300), 1.0, LIMIT),
+    ],
+    ids=["infinite weights", "beyond the working dtype", "infinite second moment", "nan gradient", "decay"],
+)
+def test_refused_step_changes_nothing(params: AdamParams, scale: float, limit: float) -> None:
+    row = Row()
+    row.take(row.new_gradient(), AdamParams())
+    before = [tensor.clone() for tensor in (row.weights, row.moment1, row.moment2)]
+    with pytest.raises(UserError, match="would make a weight or a moment not finite"):
+        row.take(row.new_gradient() * scale, params, limit)
+    for tensor, saved in zip((row.weights, row.moment1, row.moment2), before, strict=True):
+        assert torch.equal(tensor, saved)
+    row.take(row.new_gradient(), AdamParams())
+
+
+def test_norm_of_a_large_gradient_is_finite() -> None:
+    row = Row()
+    gradient = torch.full_like(row.weights, 1e18)
+    assert row.take(gradient, AdamParams()) == pytest.approx(1e18 * 1000**0.5, rel=1e-6)
