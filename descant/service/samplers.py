@@ -1,0 +1,161 @@
+"""Between sampling sessions and engines: which versions an engine must hold, and one answer out of many deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from descant.errors import NotFound, ServerError, UserError
+from descant.ports import CheckpointStore, Engine
+from descant.service.catalogue import SamplingSessionRecord
+from descant.service.locks import KeyedLocks
+from descant.service.names import parse_path
+from descant.types import (
+    Checkpoint,
+    Float32,
+    Int32,
+    PromptScores,
+    SampleDelta,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    SnapshotRef,
+    Version,
+)
+
+
+def version_of(checkpoint: Checkpoint) -> Version:
+    """A version's number is the seq_id of the save that made it, so the same model and number are the same weights,
+    whether they come from a file or were published as they were saved."""
+    return Version(model_id=checkpoint.name.model_id, number=checkpoint.manifest.applied_seq_id)
+
+
+def snapshot_of(checkpoint: Checkpoint) -> SnapshotRef:
+    return SnapshotRef(
+        version=version_of(checkpoint),
+        kind="sampler",
+        lora=checkpoint.manifest.lora,
+        step=checkpoint.manifest.step,
+        applied_seq_id=checkpoint.manifest.applied_seq_id,
+        has_pending_gradient=False,
+        directory=checkpoint.directory,
+    )
+
+
+class Publications:
+    """Which versions one engine holds because of us, and for which sampling sessions."""
+
+    def __init__(self, *, engine: Engine, checkpoints: CheckpointStore):
+        self._engine = engine
+        self._checkpoints = checkpoints
+        self._published: set[Version] = set()
+        self._users: dict[Version, set[str]] = {}
+        self._locks = KeyedLocks()
+
+    async def publish(self, ref: SnapshotRef, sampling_session_id: str) -> None:
+        """A fresh snapshot, for one ephemeral session."""
+        await self._engine.publish(ref)
+        self._published.add(ref.version)
+        self._users.setdefault(ref.version, set()).add(sampling_session_id)
+
+    async def provide(self, sampler: SamplingSessionRecord) -> None:
+        """Sees to it that the engine holds a session's version. A file is published at its first use.
+
+        Raises ``UserError`` if the file is no longer the one that the session was made from.
+        """
+        version = sampler.version
+        if version is None:
+            return
+        self._users.setdefault(version, set()).add(sampler.sampling_session_id)
+        if version in self._published or sampler.model_path is None:
+            return
+        async with self._locks.hold(version):
+            if version in self._published:
+                return
+            try:
+                checkpoint = await self._checkpoints.open(parse_path(sampler.model_path))
+            except NotFound:
+                raise UserError(
+                    f"{sampler.model_path}, which this sampler was made from, does not exist any more"
+                ) from None
+            if version_of(checkpoint) != version:
+                raise UserError(f"{sampler.model_path} was replaced after this sampler was made; make a new sampler")
+            await self._engine.publish(snapshot_of(checkpoint))
+            self._published.add(version)
+
+    async def leave(self, sampling_session_ids: Iterable[str]) -> None:
+        """These sessions are over: versions that nobody else samples are released."""
+        leaving = set(sampling_session_ids)
+        unused = []
+        for version, users in self._users.items():
+            users -= leaving
+            if not users:
+                unused.append(version)
+        for version in unused:
+            async with self._locks.hold(version):
+                if self._users.get(version):
+                    continue
+                self._users.pop(version, None)
+                if version in self._published:
+                    self._published.discard(version)
+                    await self._engine.release(version)
+
+    def forget(self) -> None:
+        """The engine began anew and holds nothing."""
+        self._published.clear()
+        self._users.clear()
+
+
+class SampleFold:
+    """The deltas of one request, in any order among its samples, into one answer."""
+
+    def __init__(self, num_samples: int):
+        self._tokens: list[list[Int32]] = [[] for _ in range(num_samples)]
+        self._logprobs: list[list[Float32]] = [[] for _ in range(num_samples)]
+        self._ends: list[SampleDelta | None] = [None] * num_samples
+        self._prompt: PromptScores | None = None
+        self._versions: dict[Version, None] = {}
+
+    def add(self, delta: SampleDelta) -> None:
+        if not 0 <= delta.sample < len(self._ends):
+            raise ServerError(f"the engine answered for sample {delta.sample} of {len(self._ends)}")
+        if self._ends[delta.sample] is not None:
+            raise ServerError(f"the engine went on with sample {delta.sample} after its end")
+        self._tokens[delta.sample].append(delta.tokens)
+        self._logprobs[delta.sample].append(delta.logprobs)
+        if delta.stop_reason is not None:
+            self._ends[delta.sample] = delta
+        if delta.prompt is not None:
+            self._prompt = delta.prompt
+        if delta.version is not None:
+            self._versions[delta.version] = None
+
+    def output(self) -> SampleOutput:
+        """Raises ``ServerError`` if a sample has no end: the engine broke off."""
+        sequences = []
+        for sample, end in enumerate(self._ends):
+            if end is None or end.stop_reason is None:
+                raise ServerError(f"the engine ended without finishing sample {sample} of {len(self._ends)}")
+            sequences.append(
+                SampledSequence(
+                    tokens=np.concatenate(self._tokens[sample]).astype(np.int32, copy=False),
+                    logprobs=np.concatenate(self._logprobs[sample]).astype(np.float32, copy=False),
+                    stop_reason=end.stop_reason,
+                )
+            )
+        return SampleOutput(sequences=tuple(sequences), prompt=self._prompt, versions=tuple(self._versions))
+
+
+async def sample(engine: Engine, request: SampleRequest) -> SampleOutput:
+    """The whole of a request. If it is broken off, the engine is told."""
+    fold = SampleFold(request.num_samples)
+    finished = False
+    try:
+        async for delta in engine.sample(request):
+            fold.add(delta)
+        finished = True
+    finally:
+        if not finished:
+            await engine.cancel(request.request_id)
+    return fold.output()
