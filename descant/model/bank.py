@@ -56,7 +56,7 @@ PARTIAL_SUFFIX = ".version.partial"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSite:
-    """One linear layer that adapters may change. ``name`` as in the transformers model (``model.layers.0.mlp.up_proj``)."""
+    """One linear layer that adapters may change. ``name`` as transformers has it (``model.layers.0.mlp.up_proj``)."""
 
     name: str
     group: Literal["attn", "mlp", "unembed"]

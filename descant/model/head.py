@@ -3,7 +3,10 @@
 The head's weight is frozen (and may be tied to the embedding: the adapter's product is added beside it, the shared
 weight stays as it is). In training, a chunk's dLogits are formed right where its logits are, so nothing is recomputed.
 
-Legend: T tokens, D hidden size, V vocabulary, K targets a position, C tokens of a chunk.
+Trainer and sampler get their logits from one function, in the base's dtype and then float32, over at least 8 rows (below
+4 rows the fp32 library takes another path): a row's log-probability does not depend on how many rows are asked for.
+
+Legend: T tokens, D hidden size, V vocabulary, K targets a position, C tokens of a chunk, N rows asked for.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from descant.model.lora import LoraPass
+from descant.model.lora import LoraPass, lora_backward, lora_forward, lora_intermediates
+
+MIN_ROWS = 8
 
 ChunkLoss = Callable[[slice, torch.Tensor], torch.Tensor | None]
 """``(tokens, logprobs_CK float32) -> dloss/dlogprobs_CK float32`` (None: nothing to push back for this chunk).
@@ -31,16 +37,36 @@ class HeadOutput:
 
 
 class Head:
-    vocab_size: int
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        site_index: int | None,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+    ):
+        """``weight`` [V, D] and ``bias`` [V] in the base's dtype, used as they lie there. ``site_index``: the
+        unembedding among the bank's sites, None if adapters cannot change it. Logits are
+        ``softcap · tanh(logit_scale · (W h + b) / softcap)``, the tanh only with a ``softcap``."""
+        self.weight_VD = weight.detach()
+        self.bias_V = None if bias is None else bias.detach()
+        self.site_index = site_index
+        self.softcap = softcap
+        self.logit_scale = logit_scale
+        self.vocab_size = len(weight)
 
     def logits(self, hidden_ND: torch.Tensor, lora: LoraPass | None, *, start: int = 0) -> torch.Tensor:
         """float32 [N, V] of the stream's tokens ``start:start+N`` (``start`` finds their adapters)."""
-        raise NotImplementedError
+        with torch.no_grad():
+            return self._logits(hidden_ND, lora, start)[0]
 
     def logits_at(self, hidden_TD: torch.Tensor, lora: LoraPass | None, indices: torch.Tensor) -> torch.Tensor:
         """float32 [N, V] of the stream's tokens ``indices`` int64 [N] (rising), each with its own adapter.
         Pads to at least 8 rows inside, so that a row's bits do not depend on how many are asked for."""
-        raise NotImplementedError
+        if lora is not None:
+            lora = lora.select(indices.tolist())
+        return self.logits(hidden_TD.index_select(0, indices.to(hidden_TD.device)), lora)
 
     def logprobs(
         self,
@@ -52,5 +78,94 @@ class Head:
     ) -> HeadOutput:
         """Log-probabilities of ``targets_TK`` int64. With ``loss``, also dHidden, and dA, dB of the unembedding go into
         the gradient rows. ``hidden_TD`` is detached inside: the caller runs ``hidden.backward(dhidden)``.
-        Chunks whose dloss/dlogprobs is None or all zero skip the backward half."""
-        raise NotImplementedError
+        Chunks whose dloss/dlogprobs is None or all zero skip the backward half; so does every token whose dloss is
+        zero, on CPU (on CUDA the host would wait for their number, so they are computed and come out as zero)."""
+        hidden_TD = hidden_TD.detach()
+        logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
+        dhidden_TD = None if loss is None else torch.zeros_like(hidden_TD)
+        with torch.no_grad():
+            for start in range(0, len(hidden_TD), chunk_tokens):
+                chunk = slice(start, min(start + chunk_tokens, len(hidden_TD)))
+                targets_CK = targets_TK[chunk]
+                logits_CV, saved = self._logits(hidden_TD[chunk], lora, start)
+                normaliser_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
+                logprobs_TK[chunk] = logits_CV.gather(1, targets_CK) - normaliser_C1
+                if loss is None or dhidden_TD is None:
+                    continue
+                dlogprobs_CK = loss(chunk, logprobs_TK[chunk])
+                if dlogprobs_CK is None:
+                    continue
+                # dLogits take the place of the logits, which nobody needs any more.
+                self._backward(
+                    hidden_TD[chunk],
+                    logits_CV,
+                    normaliser_C1,
+                    targets_CK,
+                    dlogprobs_CK,
+                    saved,
+                    lora,
+                    start,
+                    dhidden_TD[chunk],
+                )
+        return HeadOutput(logprobs_TK=logprobs_TK, dhidden_TD=dhidden_TD)
+
+    def _logits(
+        self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        num_rows, saved = len(hidden_ND), []
+        padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
+        logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
+        if lora is not None and self.site_index is not None:
+            saved = lora_forward(hidden_ND, logits_NV, self.site_index, lora, start=start)
+        logits_NV = logits_NV.float()
+        if self.logit_scale != 1.0:
+            logits_NV.mul_(self.logit_scale)
+        if self.softcap is not None:
+            logits_NV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_NV, saved
+
+    def _backward(
+        self,
+        hidden_CD: torch.Tensor,
+        logits_CV: torch.Tensor,
+        normaliser_C1: torch.Tensor,
+        targets_CK: torch.Tensor,
+        dlogprobs_CK: torch.Tensor,
+        saved: list[torch.Tensor],
+        lora: LoraPass | None,
+        start: int,
+        dhidden_CD: torch.Tensor,
+    ) -> None:
+        """dHidden of a chunk into ``dhidden_CD``, dA and dB into the gradient rows; ``logits_CV`` is used up."""
+        wanted_C = (dlogprobs_CK != 0).any(dim=1)
+        kept: torch.Tensor | None = None
+        if not hidden_CD.is_cuda:
+            kept = wanted_C.nonzero().squeeze(1)
+            if len(kept) == 0:
+                return
+            if len(kept) < len(hidden_CD):
+                hidden_CD, logits_CV, normaliser_C1 = hidden_CD[kept], logits_CV[kept], normaliser_C1[kept]
+                targets_CK, dlogprobs_CK, wanted_C = targets_CK[kept], dlogprobs_CK[kept], wanted_C[kept]
+                if lora is not None and self.site_index is not None:
+                    lora, start = lora.select((kept + start).tolist()), 0
+                    if lora is not None:
+                        saved = lora_intermediates(hidden_CD, self.vocab_size, self.site_index, lora)
+
+        slope_CV = None if self.softcap is None else 1 - (logits_CV / self.softcap).square()
+        dlogits_CV = logits_CV.sub_(normaliser_C1).exp_().mul_(-dlogprobs_CK.sum(dim=1, keepdim=True))
+        dlogits_CV.scatter_add_(1, targets_CK, dlogprobs_CK)
+        if slope_CV is not None:
+            dlogits_CV.mul_(slope_CV)
+        if self.logit_scale != 1.0:
+            dlogits_CV.mul_(self.logit_scale)
+        # A token whose loss is not finite has dloss 0, but its logits may be NaN: 0·NaN must not come back.
+        dlogits_CV.masked_fill_(~wanted_C[:, None], 0.0)
+
+        dy_CV = dlogits_CV.to(self.weight_VD.dtype)
+        dh_CD = torch.mm(dy_CV, self.weight_VD)
+        if lora is not None and self.site_index is not None:
+            lora_backward(hidden_CD, dy_CV, saved, self.site_index, lora, dx_TI=dh_CD, start=start)
+        if kept is None:
+            dhidden_CD.copy_(dh_CD)
+        else:
+            dhidden_CD[kept] = dh_CD
