@@ -36,10 +36,14 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpan:
-    """Stream tokens ``start:end`` take one loss with one config (neighbouring requests that agree are one span)."""
+    """Stream tokens ``start:end`` take one loss with one config (neighbouring requests that agree are one span).
+
+    ``backward`` False: they are only evaluated.
+    """
 
     start: int
     end: int
+    backward: bool
     loss_fn: str
     config: Mapping[str, float]
 
@@ -138,8 +142,12 @@ def _segments(items: Sequence[Item], starts: Sequence[int], ends: Sequence[int])
 
 def _loss_spans(items: Sequence[Item], starts: Sequence[int], ends: Sequence[int]) -> tuple[LossSpan, ...]:
     spans = []
-    for (loss_fn, _), run in groupby(range(len(items)), key=lambda i: (items[i].loss_fn, dict(items[i].config))):
+
+    def computation(i: int) -> tuple[str, dict[str, float], bool]:
+        return items[i].loss_fn, dict(items[i].config), items[i].gradient is not None
+
+    for (loss_fn, config, backward), run in groupby(range(len(items)), key=computation):
         indices = list(run)
-        config = items[indices[0]].config
-        spans.append(LossSpan(start=starts[indices[0]], end=ends[indices[-1]], loss_fn=loss_fn, config=config))
+        start, end = starts[indices[0]], ends[indices[-1]]
+        spans.append(LossSpan(start=start, end=end, backward=backward, loss_fn=loss_fn, config=config))
     return tuple(spans)

@@ -53,8 +53,8 @@ def adamw(
         for tensor, saved in zip(state, before, strict=True):
             tensor.copy_(saved)
         raise UserError(
-            f"a step with learning_rate {params.learning_rate:g} on a gradient of norm {norm:g} would make a weight or a "
-            "moment not finite, expected finite ones; weights are unchanged"
+            f"a step with learning_rate {params.learning_rate:g} on a gradient of norm {norm:g} would make a weight or "
+            "a moment not finite, expected finite ones; weights are unchanged"
         )
     return norm
 

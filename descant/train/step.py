@@ -7,15 +7,31 @@ datums, and it is closed: either its whole gradient counts, or none of it.
     learner.run([Part(request, 0), …])        # one pass; several requests, several adapters
     output = learner.close(request)           # commits, or raises and leaves nothing behind
     learner.optim_step(model_id, params)
+
+Legend: T tokens of the pass, C tokens of a chunk of it, K targets a position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+
+from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
+from descant.model.passes import Pass
+from descant.train.batch import Item, Packed, pack, unpack
+from descant.train.check import check_adam, check_forward_backward, loss_fn_config
+from descant.train.loss import token_loss
+from descant.train.optim import adamw
 from descant.types import AdamParams, ForwardBackward, ForwardBackwardOutput, OptimStepOutput
+
+logger = logging.getLogger(__name__)
 
 RequestKey = tuple[str, int]
 """(model_id, seq_id)"""
@@ -29,47 +45,308 @@ class Part:
     datum: int
 
 
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """``gradient``: its slot, the adapter's own or (``scratch``) one that is only this request's; None: forward only."""
+
+    command: ForwardBackward
+    config: Mapping[str, float]
+    rank_class: int
+    gradient: int | None
+    scratch: bool
+    losses: dict[int, float] = field(default_factory=dict)
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    error: DescantError | None = None
+
+    def __str__(self) -> str:
+        return f"forward_backward with seq_id {self.command.seq_id}"
+
+
 class Learner:
     def __init__(self, model: BaseModel):
-        raise NotImplementedError
+        self._model = model
+        self._open: dict[RequestKey, _Request] = {}
+        self._lost: dict[str, str] = {}
+        """Why a model's gradient is not whole: the first reason since its last step."""
 
     def open(self, command: ForwardBackward) -> RequestKey:
         """Checks everything that can be checked before a pass (``train.check``) and takes a gradient row: the
         adapter's own while that holds nothing (and no other open request has it), otherwise scratch. Raises
         ``UserError`` or ``NotFound`` and has changed nothing then, except that a failed backward is remembered."""
-        raise NotImplementedError
+        key = (command.model_id, command.seq_id)
+        adapter = self._model.bank[command.model_id]
+        try:
+            check_forward_backward(command, self._model.facts)
+            if key in self._open:
+                raise ServerError(f"forward_backward with seq_id {command.seq_id} is open already")
+            gradient, scratch = None, False
+            if not command.forward_only:
+                scratch = not adapter.gradient_free or self._own_row_holder(command.model_id) is not None
+                gradient = self._take_scratch(adapter.rank_class) if scratch else adapter.slot
+        except DescantError as error:
+            if not command.forward_only:
+                self.lose_gradient(command.model_id, f"forward_backward with seq_id {command.seq_id} failed: {error}")
+            raise
+        self._open[key] = _Request(
+            command=command,
+            config=loss_fn_config(command),
+            rank_class=adapter.rank_class,
+            gradient=gradient,
+            scratch=scratch,
+        )
+        return key
 
     def run(self, parts: Sequence[Part]) -> None:
         """One forward (and backward) pass over the datums of ``parts``. A datum whose loss is not finite marks its
         request as failed and adds nothing. An exception from torch (out of memory) fails all requests of the pass:
         it is kept, and raised by each one's ``close``; the learner stays usable."""
-        raise NotImplementedError
+        items = self._items(parts)
+        if self._model.packable:
+            self._run_pass(items)
+        else:
+            for item in items:
+                self._run_pass([item])
 
     def close(self, request: RequestKey) -> ForwardBackwardOutput:
         """Commits: the gradient is finite as a whole, and joins the row. Raises the request's ``UserError`` (naming
         the datum) or ``ServerError`` after clearing its part; the model's next step will then fail."""
-        raise NotImplementedError
+        opened = self._open.pop(request)
+        count = len(opened.command.data)
+        if opened.error is None and len(opened.losses) != count:
+            opened.error = ServerError(f"{opened} was closed after {len(opened.losses)} of its {count} datums")
+        try:
+            if opened.error is not None:
+                raise opened.error
+            if opened.gradient is not None:
+                self._commit(opened)
+        except DescantError as error:
+            self._discard(opened)
+            if opened.gradient is not None:
+                self.lose_gradient(opened.command.model_id, f"{opened} failed: {error}")
+            raise
+        return ForwardBackwardOutput(
+            loss_fn_outputs=tuple({"logprobs": opened.logprobs[index]} for index in range(count)),
+            metrics={"loss:sum": math.fsum(opened.losses.values())},
+        )
 
     def abandon(self, request: RequestKey) -> None:
         """Drops an open request without a result (its caller is gone). Idempotent."""
-        raise NotImplementedError
+        opened = self._open.pop(request, None)
+        if opened is not None:
+            self._discard(opened)
+            if opened.gradient is not None:
+                self.lose_gradient(opened.command.model_id, f"{opened} was abandoned")
 
     def lose_gradient(self, model_id: str, why: str) -> None:
         """A backward of this model was refused or lost before it got here: the next step must fail with ``why``."""
-        raise NotImplementedError
+        self._lost.setdefault(model_id, why)
 
     def has_pending_gradient(self, model_id: str) -> bool:
-        raise NotImplementedError
+        return not self._model.bank[model_id].gradient_free
 
     def optim_step(self, model_id: str, params: AdamParams) -> OptimStepOutput:
         """AdamW over the row, clipped by global norm; refreshes the working row; clears the gradient.
 
-        Metrics have keys ``grad_norm:mean`` (before clipping, over the whole row) and ``step:max``. Raises ``UserError``
+        Metrics have keys ``grad_norm:mean`` (before clipping, over the whole row) and ``step:max``. ``UserError``
         with weights and moments unchanged and the gradient cleared when a backward since the last step failed (naming
         its seq_id), when a parameter is out of range, or when the step would make a weight non-finite. A step
         without any gradient is an AdamW step on zeros."""
-        raise NotImplementedError
+        bank = self._model.bank
+        adapter = bank[model_id]
+        for key, opened in self._open.items():
+            if key[0] == model_id and opened.gradient is not None:
+                raise ServerError(f"optim_step came while {opened} was open")
+        why = self._lost.pop(model_id, None)
+        gradient = bank.gradient(model_id)
+        try:
+            if why is not None:
+                raise UserError(
+                    f"optim_step changed nothing and cleared the gradient, since a part of it is missing: {why}"
+                )
+            check_adam(params)
+            norm = adamw(
+                bank.weights(model_id),
+                gradient,
+                *bank.moments(model_id),
+                step=adapter.step + 1,
+                params=params,
+                limit=torch.finfo(self._model.dtype).max,
+            )
+        finally:
+            if not adapter.gradient_free:
+                gradient.zero_()
+                adapter.gradient_free = True
+        adapter.step += 1
+        bank.refresh_work(model_id)
+        return OptimStepOutput(metrics={"grad_norm:mean": norm, "step:max": float(adapter.step)})
 
     def forget(self, model_id: str) -> None:
         """The model was deleted or loaded anew: drops open requests and remembered failures."""
-        raise NotImplementedError
+        for key in [key for key in self._open if key[0] == model_id]:
+            self._discard(self._open.pop(key))
+        self._lost.pop(model_id, None)
+
+    # ---------------------------------------------------------------------------------------------- gradient rows
+    def _own_row_holder(self, model_id: str) -> _Request | None:
+        for key, opened in self._open.items():
+            if key[0] == model_id and opened.gradient is not None and not opened.scratch:
+                return opened
+        return None
+
+    def _take_scratch(self, rank_class: int) -> int:
+        try:
+            return self._model.bank.take_scratch(rank_class)
+        except Exception as error:
+            logger.exception("no scratch gradient row")
+            raise ServerError(f"no room for another gradient row of rank class {rank_class}: {_what(error)}") from None
+
+    def _commit(self, opened: _Request) -> None:
+        """Makes the request's gradient part of its adapter's. Raises ``UserError`` and has changed nothing then."""
+        bank = self._model.bank
+        adapter = bank[opened.command.model_id]
+        assert opened.gradient is not None
+        row = bank.gradient_row(opened.rank_class, opened.gradient)
+        _check_finite(row, "the gradient")
+        if not opened.scratch:
+            adapter.gradient_free = False
+            return
+        own = bank.gradient(opened.command.model_id)
+        holder = self._own_row_holder(opened.command.model_id)
+        if holder is not None:  # it may still fail: its part moves out of the way, into this one's scratch row
+            part = own.clone()
+            own.copy_(row)
+            row.copy_(part)
+            holder.gradient, holder.scratch = opened.gradient, True
+        else:
+            row.add_(own)
+            _check_finite(row, "the sum of this gradient and those before it")
+            own.copy_(row)
+            bank.free_scratch(opened.rank_class, opened.gradient)
+        adapter.gradient_free = False
+
+    def _discard(self, opened: _Request) -> None:
+        bank = self._model.bank
+        if opened.gradient is None:
+            return
+        if opened.scratch:
+            bank.free_scratch(opened.rank_class, opened.gradient)
+            return
+        with contextlib.suppress(NotFound):  # deleted, and its row zeroed
+            bank.gradient(opened.command.model_id).zero_()
+
+    # ------------------------------------------------------------------------------------------------------ passes
+    def _runs(self, request: RequestKey) -> bool:
+        """Not for a request that was abandoned since the turn was chosen, or that has failed already."""
+        return request in self._open and self._open[request].error is None
+
+    def _items(self, parts: Sequence[Part]) -> list[Item]:
+        items = []
+        for part in parts:
+            if not self._runs(part.request):
+                continue
+            opened = self._open[part.request]
+            try:
+                row = self._model.bank.row(opened.command.model_id)
+            except NotFound as error:
+                opened.error = error
+                continue
+            items.append(
+                Item(
+                    request=part.request,
+                    index=part.datum,
+                    datum=opened.command.data[part.datum],
+                    loss_fn=opened.command.loss_fn,
+                    config=opened.config,
+                    row=row,
+                    gradient=opened.gradient,
+                )
+            )
+        return items
+
+    def _run_pass(self, items: Sequence[Item]) -> None:
+        items = [item for item in items if self._runs(item.request)]
+        if not items:
+            return
+        try:
+            packed = pack(items, self._model.device)
+            loss_T, logprobs_TK = self._forward_backward(packed)
+        except Exception as error:
+            # The exception itself is not kept: its traceback holds the activations of the pass.
+            logger.exception("a pass of %d datums failed", len(items))
+            for item in items:
+                self._open[item.request].error = ServerError(f"a shared pass of {len(items)} datums {_what(error)}")
+            return
+        start = 0
+        for item, length, logprobs in zip(packed.items, packed.seq_lens, unpack(packed, logprobs_TK), strict=True):
+            opened = self._open[item.request]
+            opened.losses[item.index] = float(loss_T[start : start + length].sum(dtype=np.float64))
+            opened.logprobs[item.index] = logprobs
+            if opened.error is None and not math.isfinite(opened.losses[item.index]):
+                opened.error = _not_finite(item, loss_T[start : start + length], logprobs)
+            start += length
+
+    def _forward_backward(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+        """float32 loss [T], NaN where it or its derivative is not finite, and log-probabilities [T, K]. Gradients have
+        gone into the segments' rows."""
+        backward = any(segment.gradient is not None for segment in packed.segments)
+        loss_T = torch.zeros(len(packed.tokens_T), dtype=torch.float32, device=self._model.device)
+        chunk_loss = _chunk_loss(packed, loss_T)
+        with torch.set_grad_enabled(backward):
+            pass_ = Pass(seq_lens=packed.seq_lens, segments=packed.segments)
+            hidden_TD, lora = self._model.trunk(packed.tokens_T, packed.positions_T, pass_)
+            head = self._model.head.logprobs(hidden_TD, packed.targets_TK, lora, loss=chunk_loss if backward else None)
+            if head.dhidden_TD is not None:
+                hidden_TD.backward(head.dhidden_TD)
+        if not backward:
+            chunk_loss(slice(0, len(loss_T)), head.logprobs_TK)
+        return loss_T.cpu().numpy(), head.logprobs_TK.detach().cpu().numpy()
+
+
+def _chunk_loss(packed: Packed, loss_T: torch.Tensor) -> Callable[[slice, torch.Tensor], torch.Tensor | None]:
+    """The head's ``ChunkLoss`` for this stream; writes each token's loss into ``loss_T``. Waits for nothing."""
+
+    @torch.no_grad()
+    def chunk_loss(tokens: slice, logprobs_CK: torch.Tensor) -> torch.Tensor | None:
+        dlogprobs_CK: torch.Tensor | None = None
+        for span in packed.loss_spans:
+            start, end = max(span.start, tokens.start), min(span.end, tokens.stop)
+            if start >= end:
+                continue
+            here = slice(start - tokens.start, end - tokens.start)
+            loss = token_loss(span.loss_fn, span.config, logprobs_CK[here], packed.loss_inputs(slice(start, end)))
+            finite_C = loss.loss_C.isfinite() & loss.dlogprobs_CK.isfinite().all(1) & ~logprobs_CK[here].isnan().any(1)
+            loss_T[start:end] = torch.where(finite_C, loss.loss_C, torch.nan)
+            if span.backward:
+                if dlogprobs_CK is None:
+                    dlogprobs_CK = torch.zeros_like(logprobs_CK)
+                dlogprobs_CK[here] = torch.where(finite_C[:, None], loss.dlogprobs_CK, 0.0)
+        return dlogprobs_CK
+
+    return chunk_loss
+
+
+def _not_finite(item: Item, loss_L: np.ndarray, logprobs: np.ndarray) -> UserError:
+    position = int(np.argmax(~np.isfinite(loss_L)))
+    given = "".join(
+        f", {name} {float(item.datum.loss_fn_inputs[name][position]):g}"
+        for name in ("logprobs", "advantages")
+        if name in item.datum.loss_fn_inputs
+    )
+    return UserError(
+        f"data[{item.index}] has a loss that is not finite at position {position}: loss_fn {item.loss_fn!r} of "
+        f"log-probability {np.array2string(logprobs[position], precision=4)}{given}"
+    )
+
+
+def _check_finite(row: torch.Tensor, what: str) -> None:
+    lowest, highest = torch.aminmax(row)  # NaN in, NaN out
+    if not bool(lowest.isfinite() & highest.isfinite()):
+        raise UserError(f"{what} is not finite, expected finite numbers, although the loss of every datum is")
+
+
+def _what(error: Exception) -> str:
+    """What may be told of an exception from below: its kind, never its text."""
+    if isinstance(error, DescantError):
+        return f"failed: {error}"
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
+    return "ran out of memory" if out_of_memory else f"failed with {type(error).__name__}"

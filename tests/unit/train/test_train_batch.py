@@ -60,8 +60,9 @@ def test_sorted_by_adapter_then_request() -> None:
         Segment(start=5, end=7, row=large, gradient=0),
     )
     assert packed.loss_spans == (
-        LossSpan(start=0, end=5, loss_fn="cross_entropy", config={}),
-        LossSpan(start=5, end=7, loss_fn="ppo", config=clip),
+        LossSpan(start=0, end=4, backward=True, loss_fn="cross_entropy", config={}),
+        LossSpan(start=4, end=5, backward=False, loss_fn="cross_entropy", config={}),
+        LossSpan(start=5, end=7, backward=True, loss_fn="ppo", config=clip),
     )
     assert packed.tokens_T.tolist() == [6, 7, 8, 9, 4, 1, 2]
     assert packed.positions_T.tolist() == [0, 1, 2, 0, 0, 0, 1]
@@ -130,5 +131,5 @@ def test_everything_finds_its_way_back(given_items: list[Item]) -> None:
         for owner in set(owners[segment.start : segment.end]):
             assert packed.items[owner].row == segment.row
             assert packed.items[owner].gradient == segment.gradient
-    spans = [packed.items[owners[t]].loss_fn for span in packed.loss_spans for t in range(span.start, span.end)]
-    assert spans == [packed.items[owner].loss_fn for owner in owners]
+    spans = [(span.loss_fn, span.backward) for span in packed.loss_spans for _ in range(span.start, span.end)]
+    assert spans == [(packed.items[owner].loss_fn, packed.items[owner].gradient is not None) for owner in owners]
