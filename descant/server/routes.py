@@ -71,14 +71,14 @@ class Call:
         parts: list[bytes] = []
         num_bytes = 0
         declared = self.request.headers.get("content-length", "")
-        too_large = declared.isdecimal() and int(declared) > limit
+        too_large = declared.isdecimal() and len(declared) < 20 and int(declared) > limit
         try:
             async with asyncio.timeout(self.settings.body_timeout_s):
                 async for part in self.request.stream():
                     parts.append(part)
                     num_bytes += len(part)
-                    if too_large or num_bytes > limit:
-                        raise BodyTooLarge(limit, parts[0])
+                    if num_bytes > (decode.PREFIX_BYTES if too_large else limit):
+                        raise BodyTooLarge(limit, b"".join(parts)[: decode.PREFIX_BYTES])
         except TimeoutError:
             raise UserError(f"the body did not arrive within {self.settings.body_timeout_s:g} s") from None
         except ClientDisconnect:

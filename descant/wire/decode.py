@@ -23,6 +23,9 @@ MAX_BODY_BYTES = 64 * 2**20
 MAX_DENSE_BYTES = 256 * 2**20
 """What all sparse tensors of a request may become together: a few sent bytes can claim any number of columns."""
 
+PREFIX_BYTES = 256 * 2**10
+"""Enough of a body to read its first fields, compressed or not (a zstd block holds at most 128 KiB)."""
+
 _DTYPES: Mapping[int, np.dtype] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
@@ -69,7 +72,7 @@ def decode_forward_backward(
     try:
         plain = decompress(body, content_encoding, max_bytes=max_bytes)
     except TooLarge as error:
-        raise oversized_forward_backward(body[:4096], content_encoding, error.message) from None
+        raise oversized_forward_backward(body[:PREFIX_BYTES], content_encoding, error.message) from None
     try:
         message.ParseFromString(plain)
     except DecodeError:
@@ -211,7 +214,7 @@ def _loss_fn_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str
 
 
 def oversized_forward_backward(prefix: bytes, content_encoding: str | None, message: str) -> UserError:
-    """The refusal of a ForwardBackwardRequest too large to read: with its place, if its first bytes tell it.
+    """The refusal of a ForwardBackwardRequest too large to read: with its place, if its ``PREFIX_BYTES`` tell it.
 
     ``model_id`` and ``seq_id`` are the first two fields, and writers write fields in order. Whether it was a backward
     is told further on, so the gradient counts as lost.

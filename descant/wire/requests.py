@@ -96,6 +96,8 @@ def _sentence(error: ValidationError) -> str:
             return f"{where} is missing"
         case "value_error":
             return f"{where} {fault['ctx']['error']}"
+    if fault["type"] == "float_type" and fault["input"] is None:
+        return f"{where} is null, as NaN and infinity are sent in JSON; expected a finite number"
     if message.startswith("Input should be "):
         return f"{where} is {_shown(fault['input'])}, expected {message.removeprefix('Input should be ')}"
     return f"{where} is {_shown(fault['input'])}: {message[0].lower()}{message[1:]}"

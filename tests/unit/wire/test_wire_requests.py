@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker import types as sdk
+
+from descant import types
+from descant.errors import UserError
+from descant.wire import requests
+from descant.wire.requests import Malformed, parse
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def sample(**fields: Any) -> requests.SampleRequest:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}, {"type": "encoded_text", "tokens": [7]}]}
+    return parse(requests.SampleRequest, body(**{"sampling_session_id": "s", "seq_id": 0, "prompt": prompt, **fields}))
+
+
+def optim_step(**fields: Any) -> types.OptimStep:
+    return parse(requests.OptimStepRequest, body(**{"model_id": "m", "seq_id": 2, **fields})).to_command()
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+def test_the_sdks_sample_request_comes_back():
+    request = sdk.SampleRequest(
+        num_samples=3,
+        prompt=sdk.ModelInput.from_ints([5, 6]),
+        sampling_params=sdk.SamplingParams(max_tokens=3, stop=[13, 14], temperature=0.0, seed=0),
+        sampling_session_id="s",
+        seq_id=0,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=2,
+    )
+    decoded = parse(requests.SampleRequest, request.model_dump_json(exclude_none=True).encode())
+    assert decoded.sampling_params.to_params() == types.SamplingParams(
+        max_tokens=3, stop=(13, 14), temperature=0.0, seed=0, top_k=-1, top_p=1.0
+    )
+    tokens = types.input_tokens(decoded.prompt.to_model_input())
+    assert tokens.dtype == np.int32
+    np.testing.assert_array_equal(tokens, [5, 6])
+    assert (decoded.num_samples, decoded.prompt_logprobs, decoded.topk_prompt_logprobs) == (3, True, 2)
+
+
+def test_chunks_stay_chunks():
+    model_input = sample().prompt.to_model_input()
+    assert [chunk.tokens.tolist() for chunk in model_input] == [[5, 6], [7]]
+
+
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        ({}, None),
+        ({"stop": None}, None),
+        ({"stop": []}, ()),
+        ({"stop": "ab"}, ("ab",)),
+        ({"stop": ["ab", "c"]}, ("ab", "c")),
+        ({"stop": [0, 3]}, (0, 3)),
+    ],
+    ids=["absent", "null", "none", "string", "strings", "tokens"],
+)
+def test_forms_of_stop(sent: dict[str, Any], meant: tuple[Any, ...] | None):
+    assert sample(sampling_params=sent).sampling_params.to_params().stop == meant
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"max_tokens": 0}, "sampling_params.max_tokens is 0, expected greater than or equal to 1"),
+        ({"max_tokens": 2**40}, "sampling_params.max_tokens is 1099511627776, expected less than or equal to"),
+        ({"max_tokens": "3"}, 'sampling_params.max_tokens is "3", expected a valid integer'),
+        ({"max_tokens": True}, "sampling_params.max_tokens is true, expected a valid integer"),
+        ({"temperature": -1}, "sampling_params.temperature is -1, expected greater than or equal to 0"),
+        ({"temperature": None}, "sampling_params.temperature is null, as NaN"),
+        ({"temperature": float("inf")}, "sampling_params.temperature is Infinity, expected a finite number"),
+        ({"top_p": 0}, "sampling_params.top_p is 0, expected greater than 0"),
+        ({"top_p": 1.5}, "sampling_params.top_p is 1.5, expected less than or equal to 1"),
+        ({"top_p": float("nan")}, "sampling_params.top_p is NaN, expected a finite number"),
+        ({"top_k": 0}, "sampling_params.top_k is 0, expected -1 (off) or at least 1"),
+        ({"top_k": -2}, "sampling_params.top_k is -2, expected -1 (off) or at least 1"),
+        ({"seed": -1}, "sampling_params.seed is -1, expected greater than or equal to 0"),
+        ({"stop": [1, "a"]}, "sampling_params.stop is a list of 2, expected a string, a list of strings or"),
+        ({"stop": [True]}, "sampling_params.stop is a list of 1, expected"),
+        ({"stop": 5}, "sampling_params.stop is 5, expected"),
+        ({"stop": ""}, "sampling_params.stop holds an empty string"),
+        ({"stop": [-1]}, "sampling_params.stop holds the token id -1"),
+        ([], "sampling_params is a list of 0, expected"),
+    ],
+)
+def test_bad_sampling_params(params: Any, sentence: str):
+    with pytest.raises(UserError) as caught:
+        sample(sampling_params=params)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is 3, which is not served yet"),
+        ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs is an object, which is not served yet"),
+        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is 1, which is not served yet"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n is 1, which is not served yet"),
+        ({"record_stability_info": True}, "record_stability_info is true, which is not served yet"),
+        ({"num_samples": 0}, "num_samples is 0, expected greater than or equal to 1"),
+        ({"num_samples": 10**9}, "num_samples is 1000000000, expected less than or equal to 1024"),
+        ({"prompt": {"chunks": []}}, "prompt has no tokens, expected at least one"),
+        ({"prompt": {"chunks": [{"type": "encoded_text", "tokens": []}]}}, "prompt has no tokens"),
+        ({"prompt": {"chunks": [{"type": "encoded_text"}]}}, "prompt.chunks[0] has no tokens"),
+        ({"prompt": {"chunks": [{"tokens": [1, -1]}]}}, "prompt.chunks[0].tokens[1] is -1"),
+        ({"prompt": {"chunks": [{"tokens": [2**31]}]}}, "prompt.chunks[0].tokens[0] is 2147483648"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "x"}]}}, 'prompt.chunks[0].type is "image", which is not'),
+        ({"prompt": {"chunks": [{"type": "dmel"}]}}, 'prompt.chunks[0].type is "dmel", which is not served yet'),
+        ({"sampling_session_id": ""}, 'sampling_session_id is ""'),
+        ({"sampling_session_id": None}, "sampling_session_id is null"),
+        ({"seq_id": 2**63}, "seq_id is 9223372036854775808, expected less than"),
+    ],
+)
+def test_bad_samples(field: dict[str, Any], sentence: str):
+    with pytest.raises(UserError) as caught:
+        sample(**field)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_large_ids_of_clones_are_accepted():
+    assert sample(seq_id=10**18).seq_id == 10**18
+
+
+def test_what_is_off_may_be_said_and_unknown_fields_too():
+    off = {"topk_sample_logprobs": 0, "prompt_alt_tokens_k": 0, "record_stability_info": False, "new_field": {"a": 1}}
+    assert sample(**off).topk_prompt_logprobs == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def test_zero_is_a_value():
+    zeros = {
+        "learning_rate": 0,
+        "beta1": 0.0,
+        "beta2": 0.0,
+        "eps": 0.0,
+        "weight_decay": 0.0,
+        "grad_clip_norm": 0.0,
+    }
+    command = optim_step(adam_params=zeros, seq_id=0)
+    assert command.adam_params == types.AdamParams(**zeros)
+    assert command.seq_id == 0
+    lora = parse(requests.LoraConfig, body(rank=1, seed=0, train_attn=False)).to_lora()
+    assert lora == types.LoraConfig(rank=1, seed=0, train_attn=False)
+
+
+def test_adam_under_its_own_name():
+    assert optim_step(optimizer_params={"type": "adamw", "learning_rate": 1.0}).adam_params.learning_rate == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "the body has neither of them, expected adam_params"),
+        ({"adam_params": {"learning_rate": float("nan")}}, "adam_params.learning_rate is NaN"),
+        ({"adam_params": {"learning_rate": None}}, "adam_params.learning_rate is null, as NaN and infinity"),
+        ({"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate is -1"),
+        ({"adam_params": {"learning_rate": "1"}}, 'adam_params.learning_rate is "1", expected a valid number'),
+        ({"adam_params": {"beta1": 1.0}}, "adam_params.beta1 is 1.0, expected less than 1"),
+        ({"adam_params": {"beta2": -0.1}}, "adam_params.beta2 is -0.1"),
+        ({"adam_params": {"eps": float("-inf")}}, "adam_params.eps is -Infinity"),
+        ({"adam_params": {"weight_decay": -1}}, "adam_params.weight_decay is -1"),
+        ({"adam_params": {"grad_clip_norm": -1}}, "adam_params.grad_clip_norm is -1"),
+        ({"optimizer_params": {"type": "dimuon"}}, 'optimizer_params.type is "dimuon", which is not served yet'),
+    ],
+)
+def test_a_bad_step_keeps_its_place(fields: dict[str, Any], sentence: str):
+    with pytest.raises(Malformed) as caught:
+        optim_step(**fields)
+    assert str(caught.value).startswith(sentence)
+    assert (caught.value.model_id, caught.value.seq_id, caught.value.loses_gradient) == ("m", 2, False)
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "sentence"),
+    [
+        (requests.SaveWeightsRequest, {}, "path is missing"),
+        (requests.SaveWeightsRequest, {"path": "a", "overwrite": "yes"}, 'overwrite is "yes", expected'),
+        (requests.SaveWeightsForSamplerRequest, {}, "the body has neither path nor sampling_session_seq_id"),
+        (
+            requests.SaveWeightsForSamplerRequest,
+            {"path": "a", "sampling_session_seq_id": 0},
+            "the body has both path and sampling_session_seq_id",
+        ),
+        (requests.SaveWeightsForSamplerRequest, {"path": "a", "kind": "new"}, 'kind is "new", expected'),
+        (requests.LoadWeightsRequest, {"path": "p"}, "optimizer is missing"),
+        (
+            requests.LoadWeightsRequest,
+            {"path": "p", "optimizer": True, "session_id": "s", "model_seq_id": 1},
+            "the body has both forms of address",
+        ),
+    ],
+)
+def test_other_ordered_requests_keep_their_place_too(model: Any, fields: dict[str, Any], sentence: str):
+    with pytest.raises(Malformed) as caught:
+        parse(model, body(model_id="m", seq_id=2, **fields))
+    assert str(caught.value).startswith(sentence)
+    assert caught.value.seq_id == 2
+
+
+def test_a_token_is_never_shown():
+    with pytest.raises(Malformed) as caught:
+        parse(
+            requests.LoadWeightsRequest,
+            body(model_id="m", seq_id=1, path="p", optimizer=True, weights_access_token="secret"),
+        )
+    assert "secret" not in str(caught.value)
+
+
+def test_both_forms_of_loading():
+    new = parse(requests.LoadWeightsRequest, body(session_id="s", model_seq_id=0, path="p", optimizer=False)).to_form()
+    assert new == requests.LoadIntoNewModel(
+        session_id="s", model_seq_id=0, path="p", optimizer=False, base_model=None, user_metadata=None
+    )
+    into = parse(requests.LoadWeightsRequest, body(model_id="m", seq_id=1, path="p", optimizer=True)).to_form()
+    assert into == requests.LoadIntoModel(model_id="m", seq_id=1, path="p", optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"optimizer_config": {"type": "dimuon", "version": 1}}, 'optimizer_config.type is "dimuon", which is not'),
+        ({"lora_config": {"rank": 1.5}}, "lora_config.rank is 1.5, expected"),
+        ({"user_metadata": {"a": 1}}, "user_metadata.a is 1, expected a valid string"),
+        ({"model_seq_id": -1}, "model_seq_id is -1"),
+    ],
+)
+def test_bad_models(fields: dict[str, Any], sentence: str):
+    with pytest.raises(UserError) as caught:
+        parse(requests.CreateModelRequest, body(**{"session_id": "s", "model_seq_id": 0, "base_model": "b", **fields}))
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (b"", "the body is not valid JSON"),
+        (b"{", "the body is not valid JSON"),
+        (b"\xff", "the body is not valid JSON"),
+        (b"[" * 100_000, "the body is not valid JSON: recursion limit exceeded"),
+        (b'{"request_id": "\\ud800"}', "the body is not valid JSON"),
+        (b"null", "the body is null, expected an object"),
+        (b"[]", "the body is a list of 0, expected an object"),
+        (b"{}", "request_id is missing"),
+        (b'{"request_id": 1}', "request_id is 1, expected a valid string"),
+    ],
+    ids=["empty", "open", "bytes", "deep", "surrogate", "null", "list", "missing", "number"],
+)
+def test_bodies_that_are_none(raw: bytes, sentence: str):
+    with pytest.raises(UserError) as caught:
+        parse(requests.RetrieveFutureRequest, raw)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_long_values_are_cut():
+    with pytest.raises(UserError) as caught:
+        parse(requests.RetrieveFutureRequest, body(request_id="x" * 10_000))
+    assert len(str(caught.value)) < 200
