@@ -1,0 +1,325 @@
+"""Measurements, each beside its baseline in the same run, alternated, medians of both.
+
+``limit`` is what the frozen linear layers alone allow on this machine: their matrix products, timed in the same run,
+with nothing in between. A fraction of 1 would mean that attention, adapters, sampling and Python cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from descant.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from descant.model.base import BaseModel
+    from descant.model.load import ModelSource
+
+ROUNDS = 5
+NUM_SEQUENCES = 8
+SEQUENCE_TOKENS = 128
+SAMPLE_PROMPT_TOKENS = 32
+SAMPLE_TOKENS = 64
+RANK = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    id: str
+    what: str
+    value: float
+    unit: str
+    baseline: float
+    ratio: float
+    """value / baseline"""
+    limit: float
+    fraction_of_limit: float
+    device: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What every measurement gets: Descant's model, and a plain transformers one of the same weights and dtype."""
+
+    source: ModelSource
+    model: BaseModel
+    plain: Any
+
+    def row(self, *, id: str, what: str, unit: str, value: float, baseline: float, limit: float) -> Row:
+        import torch
+
+        return Row(
+            id=id,
+            what=what,
+            unit=unit,
+            value=value,
+            baseline=baseline,
+            ratio=value / baseline,
+            limit=limit,
+            fraction_of_limit=value / limit,
+            device=_device(self.model),
+            torch=torch.__version__,
+        )
+
+
+def run_bench(names: Sequence[str], *, model: str, json_file: Path | None) -> None:
+    """Prints a table, and writes the rows as JSON. Raises ``UserError`` for a name that is none of ``MEASUREMENTS``."""
+    for name in names:
+        if name not in MEASUREMENTS:
+            raise UserError(f"there is no measurement {name!r}; there are {', '.join(MEASUREMENTS)}")
+    console = Console()
+    bench = _prepare(model)
+    rows = [MEASUREMENTS[name](bench) for name in names or MEASUREMENTS]
+    console.print(_table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def _prepare(name: str) -> Bench:
+    import transformers
+
+    from descant.model.load import load_model, resolve_model
+
+    source = resolve_model(name)
+    model = load_model(source)
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source.directory, dtype=model.dtype)
+    return Bench(source=source, model=model, plain=plain.to(model.device).eval())
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table("id", "what", "value", "unit", "baseline", "ratio", "limit", "of limit", caption=None)
+    for row in rows:
+        table.add_row(
+            row.id,
+            row.what,
+            f"{row.value:.0f}",
+            row.unit,
+            f"{row.baseline:.0f}",
+            f"{row.ratio:.2f}",
+            f"{row.limit:.0f}",
+            f"{row.fraction_of_limit:.0%}",
+        )
+    if rows:
+        table.caption = f"{rows[0].device}, torch {rows[0].torch}; medians of {ROUNDS} alternated rounds"
+    return table
+
+
+def _device(model: BaseModel) -> str:
+    import torch
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    if model.device.type == "cuda":
+        return f"{torch.cuda.get_device_name(model.device)}, {dtype}"
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads, {dtype}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _alternate(work: Mapping[str, Callable[[], None]], device: torch.device) -> dict[str, float]:
+    """Median seconds of each, one after another in every round after one round that warms up."""
+    import torch
+
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for round_number in range(ROUNDS + 1):
+        for name, run in work.items():
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if round_number:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _linear_products(plain: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
+    """The products of all linear layers of the base model with ``num_tokens`` rows: x Wᵀ, and dy W for a backward."""
+    import torch
+
+    weights = [module.weight.detach() for module in plain.modules() if isinstance(module, torch.nn.Linear)]
+    inputs = {
+        size: torch.randn(num_tokens, size, dtype=weights[0].dtype, device=weights[0].device)
+        for weight in weights
+        for size in weight.shape
+    }
+
+    @torch.inference_mode()
+    def run() -> None:
+        for weight in weights:
+            torch.mm(inputs[weight.shape[1]], weight.T)
+            if backward:
+                torch.mm(inputs[weight.shape[0]], weight)
+
+    return run
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The measurements
+
+
+def train_tokens_per_s(bench: Bench) -> Row:
+    """One adapter, ``forward_backward`` and ``optim_step``, against a plain transformers + peft loop on one batch."""
+    import numpy as np
+    import torch
+
+    from descant.train.step import Learner, Part
+    from descant.types import AdamParams, Datum, EncodedText, ForwardBackward, LoraConfig
+
+    try:
+        import peft
+    except ImportError:
+        raise UserError("train_tokens_per_s measures against peft, which is not installed: pip install peft") from None
+    model, device = bench.model, bench.model.device
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, model.facts.vocab_size, (NUM_SEQUENCES, SEQUENCE_TOKENS + 1), dtype=np.int64)
+
+    model_id = "bench:train:0"
+    model.bank.create(model_id, LoraConfig(rank=RANK, seed=0, train_unembed=False))
+    learner = Learner(model)
+    data = tuple(
+        Datum(
+            model_input=(EncodedText(tokens=row[:-1].astype(np.int32)),),
+            loss_fn_inputs={"target_tokens": row[1:], "weights": np.ones(SEQUENCE_TOKENS, np.float32)},
+        )
+        for row in tokens
+    )
+    seq_ids = iter(range(1, 1_000_000))
+
+    def ours() -> None:
+        command = ForwardBackward(model_id=model_id, seq_id=next(seq_ids), data=data, loss_fn="cross_entropy")
+        request = learner.open(command)
+        learner.run([Part(request=request, datum=index) for index in range(len(data))])
+        learner.close(request)
+        learner.optim_step(model_id, AdamParams(learning_rate=1e-5))
+
+    config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
+    adapted: Any = peft.get_peft_model(bench.plain, config)
+    parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    inputs = torch.from_numpy(tokens[:, :-1]).to(device)
+    targets = torch.from_numpy(tokens[:, 1:]).to(device)
+
+    def theirs() -> None:
+        logits = adapted(input_ids=inputs, use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
+    try:
+        limit = _linear_products(bench.plain, num_tokens, backward=True)
+        seconds = _alternate({"baseline": theirs, "value": ours, "limit": limit}, device)
+    finally:
+        adapted.unload()
+        model.bank.delete(model_id)
+    return bench.row(
+        id="train_tokens_per_s",
+        what=f"forward_backward + optim_step, {NUM_SEQUENCES} × {SEQUENCE_TOKENS} tokens, rank {RANK}; "
+        "baseline: transformers + peft",
+        unit="tokens/s",
+        value=num_tokens / seconds["value"],
+        baseline=num_tokens / seconds["baseline"],
+        limit=num_tokens / seconds["limit"],
+    )
+
+
+def sample_tokens_per_s(bench: Bench) -> Row:
+    """A batch of equal prompts sampled from the base model, against ``transformers.generate`` on the same batch."""
+    import numpy as np
+    import torch
+
+    from descant.model.passes import PAGE_TOKENS
+    from descant.sample.scheduler import SampleLimits, Scheduler
+    from descant.sample.step import Sampler
+    from descant.types import EncodedText, SampleRequest, SamplingParams
+
+    model, device = bench.model, bench.model.device
+    generator = np.random.default_rng(0)
+    prompts = generator.integers(0, model.facts.vocab_size, (NUM_SEQUENCES, SAMPLE_PROMPT_TOKENS), dtype=np.int32)
+    num_pages = 2 * NUM_SEQUENCES * (1 + (SAMPLE_PROMPT_TOKENS + SAMPLE_TOKENS) // PAGE_TOKENS)
+    limits = SampleLimits(
+        max_running=NUM_SEQUENCES,
+        num_pages=num_pages,
+        step_tokens=NUM_SEQUENCES * SAMPLE_PROMPT_TOKENS,
+        max_waiting=NUM_SEQUENCES,
+        max_context_length=model.facts.max_context_length,
+        vocab_size=model.facts.vocab_size,
+        eos_token_ids=model.facts.eos_token_ids,
+    )
+    tokenizer: Any = model.tokenizer()
+    seeds = iter(range(1_000_000))
+    scheduler = Scheduler(limits, decode_text=tokenizer.decode, fresh_seed=lambda: next(seeds))
+    sampler = Sampler(model, num_pages=num_pages)
+    params = SamplingParams(max_tokens=SAMPLE_TOKENS, stop=())
+    numbers = iter(range(1_000_000))
+
+    def ours() -> None:
+        for prompt in prompts:
+            request = SampleRequest(
+                request_id=f"bench-{next(numbers)}",
+                version=None,
+                prompt=(EncodedText(tokens=prompt),),
+                num_samples=1,
+                sampling_params=params,
+            )
+            scheduler.add(request)
+        while (plan := scheduler.plan()) is not None:
+            scheduler.apply(plan, sampler.step(plan))
+
+    inputs = torch.from_numpy(prompts.astype(np.int64)).to(device)
+
+    @torch.inference_mode()
+    def theirs() -> None:
+        bench.plain.generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=SAMPLE_TOKENS,
+            max_new_tokens=SAMPLE_TOKENS,
+            pad_token_id=model.facts.eos_token_ids[0],
+        )
+
+    step = _linear_products(bench.plain, NUM_SEQUENCES, backward=False)
+
+    def limit() -> None:
+        for _ in range(SAMPLE_TOKENS):
+            step()
+
+    seconds = _alternate({"baseline": theirs, "value": ours, "limit": limit}, device)
+    num_tokens = NUM_SEQUENCES * SAMPLE_TOKENS
+    return bench.row(
+        id="sample_tokens_per_s",
+        what=f"{NUM_SEQUENCES} sequences at once, {SAMPLE_TOKENS} tokens each after {SAMPLE_PROMPT_TOKENS}; "
+        "baseline: transformers.generate",
+        unit="tokens/s",
+        value=num_tokens / seconds["value"],
+        baseline=num_tokens / seconds["baseline"],
+        limit=num_tokens / seconds["limit"],
+    )
+
+
+MEASUREMENTS: Mapping[str, Callable[[Bench], Row]] = {
+    "train_tokens_per_s": train_tokens_per_s,
+    "sample_tokens_per_s": sample_tokens_per_s,
+}
