@@ -1,24 +1,31 @@
-"""What runs next: ``decide``, a pure function from what waits to one ``Turn``. The only place that chooses.
+"""What runs next: ``decide``, a pure function from what waits to one ``Choice``. The only place that chooses.
 
-Every rank of a replica executes the same turns in the same order; one process is a replica of one rank. Turns are
-plain records. No rank, thread or stream chooses for itself.
+The turn loop makes of a choice a ``Turn``, a plain record; every rank of a replica executes the same turns in the same
+order, and one process is a replica of one rank. No rank, thread or stream chooses for itself.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from descant.sample.scheduler import StepPlan
-from descant.train.step import Part
-from descant.types import Command
+from descant.train.step import Part, RequestKey
+from descant.types import Command, ForwardBackward
+
+# --------------------------------------------------------------------------------------------------------------------
+# Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """One shared forward/backward pass."""
+    """One shared forward/backward pass. ``opens``: requests whose first datum is in it; ``closes``: whose last is."""
 
+    opens: tuple[ForwardBackward, ...]
     parts: tuple[Part, ...]
+    closes: tuple[RequestKey, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +35,15 @@ class SampleStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Commands that move or change whole rows: create, optimiser step, snapshot, load, delete, refused."""
+    """Commands that move or change whole rows (create, optimiser step, snapshot, load, delete, refused), in order."""
 
     commands: tuple[Command, ...]
 
 
 Turn = Microbatch | SampleStep | Rows
+
+# --------------------------------------------------------------------------------------------------------------------
+# What waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,42 +54,92 @@ class WaitingDatum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingModel:
-    """One model's queue as ``decide`` sees it: the head and what may join it.
+    """One model's queue as ``decide`` sees it: either row commands or datums stand at its head, never both.
 
-    ``head``: "rows" (the next command is a row command), "data" (the next are datums of forward_backwards that may
-    run now), or "none" (nothing, or the head waits for datums in flight). ``data`` in order. ``served``: tokens this
-    model has had since it last had nothing waiting (fairness counts these).
+    ``rows``: all row commands at the head, in order. ``data``: the datums, in order, of all ``ForwardBackward``s at
+    the head (as many as a microbatch could take: more need not be told). ``served``: tokens this model has had, raised
+    on its arrival (``served_on_arrival``).
     """
 
     model_id: str
-    head: Literal["rows", "data", "none"]
-    command: Command | None = None
+    rows: tuple[Command, ...] = ()
     data: tuple[WaitingDatum, ...] = ()
     served: int = 0
 
 
+Kind = Literal["microbatch", "sample", "rows", "idle"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
+    """``models`` in order of arrival (the tie-break). ``sampling``: the sampler has a step to run. ``sample_credit``:
+    steps the sampler is owed (``credit_after``)."""
+
     models: tuple[WaitingModel, ...]
     sampling: bool
-    """The sampler has a step to run."""
-    last: Literal["microbatch", "sample", "rows", "none"]
+    last: Kind
     sample_credit: float
-    """Steps the sampler is owed: grows by the share setting with each microbatch, shrinks with each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """``kind`` "idle": nothing waits. ``parts`` for a microbatch, ``commands`` for rows."""
+    """``parts`` for a microbatch, ``commands`` for rows; "idle": nothing waits."""
 
-    kind: Literal["microbatch", "sample", "rows", "idle"]
+    kind: Kind
     parts: tuple[Part, ...] = ()
     commands: tuple[Command, ...] = ()
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# The decision
+
+
 def decide(waiting: Waiting, *, microbatch_tokens: int, packable: bool = True) -> Choice:
-    """Row commands first (they are short and let the most people go on), all that wait at once; then training and
-    sampling by share: a waiting token waits for one microbatch at most, and training is never shut out. A microbatch is
-    filled datum by datum from the model least served, so that a small tenant is never behind a large one's queue; a
-    datum larger than the budget runs alone."""
-    raise NotImplementedError
+    """Row commands first, all that wait at once: they are short and let the most people go on. But never twice in a
+    row while a pass waits, so that a stream of them starves nobody. Then training and sampling by credit: with a
+    share of at least one step a microbatch, a waiting token waits for one microbatch at most, and training is never
+    shut out. Not packable: one datum a microbatch."""
+    training = any(model.data for model in waiting.models)
+    rows = tuple(command for model in waiting.models for command in model.rows)
+    if rows and not (waiting.last == "rows" and (training or waiting.sampling)):
+        return Choice(kind="rows", commands=rows)
+    if waiting.sampling and (waiting.sample_credit >= 1 or not training):
+        return Choice(kind="sample")
+    if training:
+        return Choice(kind="microbatch", parts=_fill(waiting.models, microbatch_tokens if packable else 0))
+    return Choice(kind="idle")
+
+
+def _fill(models: Sequence[WaitingModel], room: int) -> tuple[Part, ...]:
+    """Datum by datum from the model least served, so that a small tenant is never behind a large one's queue. A model
+    whose next datum does not fit waits for the next pass (its order stays, and it is then the least served); the first
+    datum is always taken, so that one larger than the budget runs alone."""
+    least_served = [(model.served, index, 0) for index, model in enumerate(models) if model.data]
+    heapq.heapify(least_served)
+    parts: list[Part] = []
+    while least_served and (room > 0 or not parts):
+        served, index, at = heapq.heappop(least_served)
+        datum = models[index].data[at]
+        if parts and datum.tokens > room:
+            continue
+        parts.append(datum.part)
+        room -= datum.tokens
+        if at + 1 < len(models[index].data):
+            heapq.heappush(least_served, (served + datum.tokens, index, at + 1))
+    return tuple(parts)
+
+
+def credit_after(credit: float, kind: Kind, *, steps_per_microbatch: float) -> float:
+    """The sampler's credit after a turn: a microbatch earns it its share, a step spends one. Bounded on both sides, so
+    that neither an idle sampler nor an idle trainer saves up."""
+    if kind == "microbatch":
+        return min(credit + steps_per_microbatch, max(1.0, steps_per_microbatch))
+    if kind == "sample":
+        return max(0.0, credit - 1)
+    return credit
+
+
+def served_on_arrival(served: int, others: Iterable[int]) -> int:
+    """``served`` of a model that had nothing waiting and now has: at least what the least served of the others has
+    had, so that a newcomer goes first once, not until it has caught up with everybody's past."""
+    return max(served, min(others, default=served))

@@ -1,0 +1,80 @@
+"""How server and rank are joined: frames on a socket pair, and a board of shared memory that says what runs.
+
+A frame is its length (8 bytes, little endian) and a pickle (protocol 5). Both ends are our own processes and the pair
+has no name, so nobody else can write into it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import pickle
+import socket
+import struct
+import tempfile
+import threading
+
+from descant.ranks.messages import FromRank, ToRank
+
+LENGTH = struct.Struct("<Q")
+
+
+def encode(message: object) -> bytes:
+    body = pickle.dumps(message, protocol=5)
+    return LENGTH.pack(len(body)) + body
+
+
+class RankChannel:
+    """The rank's end, blocking. ``send`` may be called by any thread."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._reader = sock.makefile("rb", buffering=1 << 16)
+        self._lock = threading.Lock()
+
+    def send(self, message: FromRank) -> None:
+        frame = encode(message)
+        with self._lock:
+            self._sock.sendall(frame)
+
+    def receive(self) -> ToRank | object | None:
+        """The next message; None when the server is gone."""
+        head = self._reader.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return None
+        (length,) = LENGTH.unpack(head)
+        body = self._reader.read(length)
+        return pickle.loads(body) if len(body) == length else None
+
+
+class Board:
+    """What the rank runs now, readable by the server at any time and after the rank's death: no message, no wake-up.
+
+    Layout: number of the turn (8 bytes), then a sentence. A torn read may mix two sentences; it is for people.
+    """
+
+    SIZE = 512
+
+    def __init__(self, fd: int | None = None):
+        """Without ``fd``: a new one, whose ``fd`` a child may inherit."""
+        self._file = None
+        if fd is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the board
+            self._file.truncate(self.SIZE)
+            fd = self._file.fileno()
+        self.fd = fd
+        self._map = mmap.mmap(fd, self.SIZE)
+
+    def write(self, turn: int, text: str) -> None:
+        body = text.encode()[: self.SIZE - LENGTH.size]
+        self._map[:] = (LENGTH.pack(turn) + body).ljust(self.SIZE, b"\0")
+
+    def read(self) -> tuple[int, str]:
+        """(turn, text); the text is empty while nothing runs."""
+        body = self._map[:]
+        (turn,) = LENGTH.unpack_from(body)
+        return turn, body[LENGTH.size :].rstrip(b"\0").decode(errors="replace")
+
+    def close(self) -> None:
+        self._map.close()
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,453 @@
+"""The turn loop: per-model queues and the sampler's, one decision at a time, executed on one thread.
+
+    inbox → queues → decide → Turn → Executor → answers
+
+All torch work of a rank happens in ``run``'s thread. Files are read and written by two threads of their own, which
+hand plain host tensors over and compute nothing. An exception in a turn fails what was in that turn and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol, assert_never
+
+from descant.errors import DescantError, ServerError, UserError
+from descant.ranks.channel import Board
+from descant.ranks.messages import (
+    Cancel,
+    Drop,
+    Failed,
+    Finished,
+    FromRank,
+    Publish,
+    Release,
+    Sample,
+    Sampled,
+    SampleEnded,
+    Save,
+    Stop,
+    Submit,
+    ToRank,
+)
+from descant.ranks.turns import (
+    Choice,
+    Kind,
+    Microbatch,
+    Rows,
+    SampleStep,
+    Waiting,
+    WaitingDatum,
+    WaitingModel,
+    credit_after,
+    decide,
+    served_on_arrival,
+)
+from descant.sample.scheduler import Scheduler, SequenceOutput
+from descant.train.step import Part, RequestKey
+from descant.types import (
+    CheckpointSource,
+    Command,
+    CreateModel,
+    DeleteModel,
+    EngineCapabilities,
+    ForwardBackward,
+    LoadState,
+    Manifest,
+    ModelFacts,
+    Result,
+    SampleDelta,
+    SnapshotRef,
+    Version,
+    input_length,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a command ended: with a result, or with an error."""
+
+    key: RequestKey
+    result: Result | DescantError
+
+
+class Executor(Protocol):
+    """What a rank can do. Everything but ``read`` and the callable that ``save`` returns runs on the loop's thread.
+
+    ``Loaded``-type tensors are opaque to the loop: what ``read`` made, ``rows`` and ``publish`` take.
+    """
+
+    facts: ModelFacts
+    capabilities: EngineCapabilities
+
+    def make_scheduler(self) -> Scheduler: ...
+
+    def microbatch(self, turn: Microbatch) -> list[Outcome]:
+        """Outcomes of all ``closes``, and of requests that were refused when opened."""
+        ...
+
+    def sample_step(self, turn: SampleStep) -> Sequence[SequenceOutput]: ...
+
+    def rows(self, turn: Rows, loaded: dict[RequestKey, Any]) -> list[Outcome]:
+        """One outcome a command. ``loaded``: what ``read`` gave for those that have a source, or its error."""
+        ...
+
+    def fail(self, key: RequestKey, command: Command, why: str) -> None:
+        """The turn that this command was in broke: forget what is open, and remember a lost gradient."""
+        ...
+
+    def read(self, source: CheckpointSource) -> Any:
+        """A checkpoint's tensors on the host. Any thread."""
+        ...
+
+    def save(self, ref: SnapshotRef, dest: str) -> Callable[[], Manifest]:
+        """Raises ``NotFound`` now, or writes when called (any thread)."""
+        ...
+
+    def drop(self, ref: SnapshotRef) -> None: ...
+    def publish(self, ref: SnapshotRef, loaded: Any | None) -> None: ...
+    def is_published(self, version: Version) -> bool: ...
+    def release_version(self, version: Version) -> None: ...
+    def acquire(self, version: Version | None) -> None: ...
+    def free(self, version: Version | None) -> None: ...
+
+
+@dataclass(slots=True)
+class Entry:
+    """A command in its model's queue. ``reading``: its checkpoint is on the way from disk."""
+
+    call: int
+    command: Command
+    next_datum: int = 0
+    reading: Future[Any] | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return self.command.model_id, self.command.seq_id
+
+
+@dataclass(slots=True)
+class ModelQueue:
+    entries: deque[Entry] = field(default_factory=deque)
+    served: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """A file thread has something for the loop's thread to do."""
+
+    run: Callable[[], None]
+
+
+class TurnLoop:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        emit: Callable[[FromRank], None],
+        board: Board,
+        microbatch_tokens: int,
+        steps_per_microbatch: float,
+    ):
+        """``emit`` is called by the loop's and the file threads. ``executor`` is used from ``run``'s thread on."""
+        self._executor = executor
+        self._emit = emit
+        self._board = board
+        self._microbatch_tokens = microbatch_tokens
+        self._steps_per_microbatch = steps_per_microbatch
+        self._inbox: queue.SimpleQueue[ToRank | _Posted] = queue.SimpleQueue()
+        # Models with something waiting, in order of arrival; ``_served`` remembers the others.
+        self._models: OrderedDict[str, ModelQueue] = OrderedDict()
+        self._served: dict[str, int] = {}
+        self._scheduler = executor.make_scheduler()
+        self._samples: dict[str, tuple[Version | None, set[int]]] = {}
+        self._turn = 0
+        self._last: Kind = "idle"
+        self._credit = 1.0
+        self._stopped = False
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="descant-write")
+
+    def post(self, message: ToRank) -> None:
+        """Any thread."""
+        self._inbox.put(message)
+
+    def run(self) -> None:
+        """Until ``Stop``. Work that is not done then is simply not answered."""
+        try:
+            while not self._stopped:
+                self._take_messages()
+                choice = self._decide()
+                if choice.kind == "idle":
+                    if not self._stopped:
+                        self._take(self._inbox.get())
+                    continue
+                self._turn += 1
+                self._execute(choice)
+                self._board.write(self._turn, "")
+                self._last = choice.kind
+                self._credit = credit_after(self._credit, choice.kind, steps_per_microbatch=self._steps_per_microbatch)
+        finally:
+            self._reader.shutdown(wait=False, cancel_futures=True)
+            self._writer.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------------------------------------ messages
+    def _take_messages(self) -> None:
+        while not self._stopped:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._take(message)
+
+    def _take(self, message: ToRank | _Posted) -> None:
+        match message:
+            case Submit():
+                self._enqueue(message)
+            case Sample():
+                self._start_sample(message)
+            case Cancel():
+                if message.request_id in self._samples:
+                    self._scheduler.cancel(message.request_id)
+                    self._end_sample(message.request_id, None)
+            case Publish():
+                self._publish(message)
+            case Release():
+                self._answer(message.call, lambda: self._executor.release_version(message.version))
+            case Drop():
+                self._answer(message.call, lambda: self._executor.drop(message.ref))
+            case Save():
+                self._save(message)
+            case _Posted():
+                message.run()
+            case Stop():
+                self._stopped = True
+            case _:
+                assert_never(message)
+
+    def _answer(self, call: int, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:
+            self._emit(Failed(call=call, error=as_descant(error)))
+        else:
+            self._emit(Finished(call=call, result=None))
+
+    def _enqueue(self, message: Submit) -> None:
+        command = message.command
+        entry = Entry(message.call, command)
+        if isinstance(command, CreateModel | LoadState) and command.source is not None:
+            # Read while the model's earlier commands run; the loop is woken when it is there.
+            entry.reading = self._reader.submit(self._executor.read, command.source)
+            entry.reading.add_done_callback(lambda _: self._inbox.put(_Posted(lambda: None)))
+        waiting = self._models.get(command.model_id)
+        if waiting is None:
+            others = (model.served for model in self._models.values())
+            waiting = ModelQueue(served=served_on_arrival(self._served.get(command.model_id, 0), others))
+            self._models[command.model_id] = waiting
+        waiting.entries.append(entry)
+
+    def _publish(self, message: Publish) -> None:
+        ref, executor = message.ref, self._executor
+        if ref.directory is None or executor.is_published(ref.version):
+            self._answer(message.call, lambda: executor.publish(ref, None))
+            return
+        source = CheckpointSource(uri=ref.directory, directory=ref.directory, optimizer=False)
+        reading = self._reader.submit(executor.read, source)
+        finish = _Posted(lambda: self._answer(message.call, lambda: executor.publish(ref, reading.result())))
+        reading.add_done_callback(lambda _: self._inbox.put(finish))
+
+    def _save(self, message: Save) -> None:
+        try:
+            write = self._executor.save(message.ref, message.dest)
+        except Exception as error:
+            self._emit(Failed(call=message.call, error=as_descant(error)))
+            return
+
+        def done(writing: Future[Manifest]) -> None:
+            error = writing.exception()
+            if error is not None:
+                self._emit(Failed(call=message.call, error=as_descant(error)))
+            else:
+                self._emit(Finished(call=message.call, result=writing.result()))
+
+        self._writer.submit(write).add_done_callback(done)
+
+    # ------------------------------------------------------------------------------------------------ the decision
+    def _decide(self) -> Choice:
+        models = tuple(self._waiting(model_id, waiting) for model_id, waiting in self._models.items())
+        return decide(
+            Waiting(
+                models=models,
+                sampling=self._scheduler.has_work(),
+                last=self._last,
+                sample_credit=self._credit,
+            ),
+            microbatch_tokens=self._microbatch_tokens,
+            packable=self._executor.facts.packable,
+        )
+
+    def _waiting(self, model_id: str, waiting: ModelQueue) -> WaitingModel:
+        rows: list[Command] = []
+        data: list[WaitingDatum] = []
+        room = self._microbatch_tokens
+        for entry in waiting.entries:
+            command = entry.command
+            if isinstance(command, ForwardBackward) and command.data:
+                if rows or room <= 0:
+                    break
+                for index in range(entry.next_datum, len(command.data)):
+                    tokens = max(1, input_length(command.data[index].model_input))
+                    data.append(WaitingDatum(part=Part(request=entry.key, datum=index), tokens=tokens))
+                    room -= tokens
+                    if room <= 0:
+                        break
+            else:  # a backward without data is refused like a row command: nothing of it joins a pass
+                if data or (entry.reading is not None and not entry.reading.done()):
+                    break
+                rows.append(command)
+        return WaitingModel(model_id=model_id, rows=tuple(rows), data=tuple(data), served=waiting.served)
+
+    # ------------------------------------------------------------------------------------------------ turns
+    def _execute(self, choice: Choice) -> None:
+        match choice.kind:
+            case "microbatch":
+                self._run_microbatch(choice.parts)
+            case "rows":
+                self._run_rows(choice.commands)
+            case "sample":
+                self._run_sample_step()
+
+    def _run_microbatch(self, parts: Sequence[Part]) -> None:
+        entries: dict[RequestKey, Entry] = {}
+        opens: list[ForwardBackward] = []
+        tokens = 0
+        for part in parts:
+            entry = entries.get(part.request)
+            if entry is None:
+                entry = entries[part.request] = self._entry(part.request)
+            assert isinstance(entry.command, ForwardBackward)
+            if part.datum == 0:
+                opens.append(entry.command)
+            entry.next_datum = part.datum + 1
+            length = input_length(entry.command.data[part.datum].model_input)
+            tokens += length
+            self._models[part.request[0]].served += length
+        closes = tuple(key for key, entry in entries.items() if entry.next_datum == len(entry.command.data))  # type: ignore[union-attr]
+        turn = Microbatch(opens=tuple(opens), parts=tuple(parts), closes=closes)
+        num_models = len({key[0] for key in entries})
+        self._board.write(
+            self._turn, f"a training pass of {len(parts)} datums, {tokens} tokens, for {num_models} models"
+        )
+        try:
+            outcomes = self._executor.microbatch(turn)
+        except Exception as error:
+            outcomes = self._broken(error, [(key, entry.command) for key, entry in entries.items()])
+        self._settle(outcomes)
+
+    def _run_rows(self, commands: Sequence[Command]) -> None:
+        turn = Rows(commands=tuple(commands))
+        names = ", ".join(sorted({type(command).__name__ for command in commands}))
+        self._board.write(self._turn, f"{len(commands)} row commands ({names})")
+        loaded: dict[RequestKey, Any] = {}
+        for command in commands:
+            entry = self._entry((command.model_id, command.seq_id))
+            if entry.reading is not None:
+                error = entry.reading.exception()
+                loaded[entry.key] = entry.reading.result() if error is None else as_descant(error)
+        try:
+            outcomes = self._executor.rows(turn, loaded)
+        except Exception as error:
+            outcomes = self._broken(error, [((c.model_id, c.seq_id), c) for c in commands])
+        self._settle(outcomes)
+
+    def _broken(self, error: Exception, commands: Sequence[tuple[RequestKey, Command]]) -> list[Outcome]:
+        failure = as_descant(error)
+        for key, command in commands:
+            self._executor.fail(key, command, failure.message)
+        return [Outcome(key=key, result=failure) for key, _ in commands]
+
+    def _entry(self, key: RequestKey) -> Entry:
+        return next(entry for entry in self._models[key[0]].entries if entry.command.seq_id == key[1])
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            model_id, _ = outcome.key
+            entry = self._entry(outcome.key)
+            waiting = self._models[model_id]
+            waiting.entries.remove(entry)
+            if not waiting.entries:
+                del self._models[model_id]
+                self._served[model_id] = waiting.served
+            if isinstance(entry.command, DeleteModel):
+                self._served.pop(model_id, None)
+            if isinstance(outcome.result, DescantError):
+                self._emit(Failed(call=entry.call, error=outcome.result))
+            else:
+                self._emit(Finished(call=entry.call, result=outcome.result))
+
+    # ------------------------------------------------------------------------------------------------ sampling
+    def _start_sample(self, message: Sample) -> None:
+        request = message.request
+        acquired = False
+        try:
+            if request.request_id in self._samples:
+                raise UserError(f"request {request.request_id!r} runs already")
+            self._executor.acquire(request.version)
+            acquired = True
+            self._scheduler.add(request)
+        except Exception as error:
+            if acquired:
+                self._executor.free(request.version)
+            self._emit(SampleEnded(request_id=request.request_id, error=as_descant(error)))
+            return
+        self._samples[request.request_id] = (request.version, set(range(request.num_samples)))
+
+    def _end_sample(self, request_id: str, error: DescantError | None) -> None:
+        version, _ = self._samples.pop(request_id)
+        self._executor.free(version)
+        self._emit(SampleEnded(request_id=request_id, error=error))
+
+    def _run_sample_step(self) -> None:
+        plan = self._scheduler.plan()
+        if plan is None:
+            return
+        self._board.write(self._turn, f"a sampling step of {len(plan.sequences)} sequences, {plan.num_tokens} tokens")
+        try:
+            outputs = self._executor.sample_step(SampleStep(plan=plan))
+            deltas = self._scheduler.apply(plan, outputs)
+        except Exception as error:
+            failure = as_descant(error)
+            for request_id in self._scheduler.fail(plan):
+                if request_id in self._samples:
+                    self._end_sample(request_id, failure)
+            return
+        for delta in deltas:
+            self._deliver(delta)
+        for request_id, failed in self._scheduler.take_failures():
+            if request_id in self._samples:
+                self._end_sample(request_id, failed)
+
+    def _deliver(self, delta: SampleDelta) -> None:
+        if delta.request_id not in self._samples:
+            return
+        self._emit(Sampled(delta=delta))
+        if delta.stop_reason is not None:
+            _, left = self._samples[delta.request_id]
+            left.discard(delta.sample)
+            if not left:
+                self._end_sample(delta.request_id, None)
+
+
+def as_descant(error: BaseException) -> DescantError:
+    """What leaves the rank. Anything outside the tree is our fault: clients learn its kind, the rank's log the rest."""
+    if isinstance(error, DescantError):
+        return error
+    log.error("failed in the rank", exc_info=error)
+    return ServerError(f"failed with {type(error).__name__} in the rank (its log says more)")

@@ -1,0 +1,47 @@
+"""What a replica is told when it starts. Plain data: it is read in the server and obeyed in the rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 where the hardware computes in it, float32 elsewhere."""
+    device: str = "auto"
+    """auto: cuda where there is one, else cpu."""
+    num_threads: int | None = None
+    """Threads of torch's own; None leaves torch's choice (all cores)."""
+    microbatch_tokens: int = 2048
+    """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most."""
+    steps_per_microbatch: float = 4.0
+    """Decode steps between two microbatches while both wait. At least 1, or tokens wait for several microbatches."""
+    kv_bytes: int = 1 << 30
+    """Memory for the keys and values of sequences being sampled."""
+    max_running: int = 64
+    """Sequences decoding at once."""
+    max_waiting: int = 2048
+    """Sample requests queued; one more is told to try again."""
+    step_tokens: int = 512
+    """Prompt tokens prefilled in one step at most."""
+    max_version_bytes: int = 2 << 30
+    """Published versions kept as rows; colder ones move to host memory, then to disk."""
+    max_host_bytes: int = 4 << 30
+    start_timeout_s: float = 900.0
+    """From start to ready; the longest part is reading (once: converting) the model."""
+    turn_timeout_s: float = 900.0
+    """A turn that takes longer is a stall: the rank is ended and its work fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """One rank to start: which model, with which settings. ``build``: ``module:function`` that makes its ``Executor``
+    of this spec and a callable that is told each phase of the start."""
+
+    model: str
+    settings: RankSettings
+    cache_dir: str | None = None
+    spill_dir: str | None = None
+    build: str = "descant.ranks.worker:build"

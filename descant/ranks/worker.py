@@ -1,0 +1,233 @@
+"""One rank's hands: the base model with its learner, sampler and snapshots. Executes turns, decides nothing.
+
+Everything runs on the turn loop's thread, except ``read`` and what ``save`` returns (files, no computation).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from descant.ckpt.files import CheckpointTensors, read_checkpoint
+from descant.ckpt.snapshot import Snapshots, create_from, load_into
+from descant.errors import DescantError, NotFound, ServerError, UserError
+from descant.model.base import BaseModel
+from descant.model.load import load_model, resolve_model
+from descant.model.passes import PAGE_TOKENS
+from descant.ranks.loop import Outcome, as_descant
+from descant.ranks.settings import RankSettings, RankSpec
+from descant.ranks.turns import Microbatch, Rows, SampleStep
+from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput
+from descant.sample.step import Sampler
+from descant.train.step import Learner, RequestKey
+from descant.types import (
+    CheckpointSource,
+    Command,
+    CreateModel,
+    Deleted,
+    DeleteModel,
+    EngineCapabilities,
+    ForwardBackward,
+    Loaded,
+    LoadState,
+    Manifest,
+    ModelCreated,
+    OptimStep,
+    Refused,
+    Result,
+    Snapshot,
+    SnapshotRef,
+    Version,
+)
+
+log = logging.getLogger(__name__)
+
+
+def build(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
+    """Loads the base model; each ``phase`` is told before it begins. Raises ``UserError`` for a model that cannot be
+    served."""
+    settings = spec.settings
+    if settings.num_threads is not None:
+        torch.set_num_threads(settings.num_threads)
+    phase(f"finding the model {spec.model}")
+    source = resolve_model(spec.model, cache_dir=None if spec.cache_dir is None else Path(spec.cache_dir))
+    phase(f"loading {source.name} and checking it")
+    model = load_model(
+        source,
+        device=None if settings.device == "auto" else torch.device(settings.device),
+        dtype={"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype],
+        spill_dir=None if spec.spill_dir is None else Path(spec.spill_dir),
+        max_version_bytes=settings.max_version_bytes,
+        max_host_bytes=settings.max_host_bytes,
+    )
+    phase("making the caches")
+    return Worker(model, settings)
+
+
+class Worker:
+    """``Executor`` on a real model."""
+
+    def __init__(self, model: BaseModel, settings: RankSettings):
+        self.facts = model.facts
+        self.capabilities = EngineCapabilities()
+        self._model = model
+        self._settings = settings
+        self._learner = Learner(model)
+        self._num_pages = num_pages(model, settings)
+        self._sampler = Sampler(model, num_pages=self._num_pages)
+        self._snapshots = Snapshots(model.bank, base=model.facts.name)
+        self._published: set[Version] = set()
+
+    def make_scheduler(self) -> Scheduler:
+        settings, facts = self._settings, self.facts
+        limits = SampleLimits(
+            max_running=settings.max_running,
+            num_pages=self._num_pages,
+            step_tokens=settings.step_tokens,
+            max_waiting=settings.max_waiting,
+            max_context_length=facts.max_context_length,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            max_num_samples=self.capabilities.max_num_samples,
+            max_topk=self.capabilities.max_topk_prompt_logprobs,
+        )
+        seeds = torch.Generator()
+        seeds.seed()  # from the system's entropy: requests without a seed differ from run to run
+        return Scheduler(
+            limits,
+            decode_text=self._decode_text,
+            fresh_seed=lambda: int(torch.randint(0, 2**62, (), generator=seeds)),
+        )
+
+    def _decode_text(self, tokens: Sequence[int]) -> str:
+        tokenizer = cast(PreTrainedTokenizerBase, self._model.tokenizer())
+        return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+    # ------------------------------------------------------------------------------------------------ turns
+    def microbatch(self, turn: Microbatch) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        refused: set[RequestKey] = set()
+        for command in turn.opens:
+            key = (command.model_id, command.seq_id)
+            try:
+                self._learner.open(command)
+            except DescantError as error:
+                outcomes.append(Outcome(key=key, result=error))
+                refused.add(key)
+        if parts := [part for part in turn.parts if part.request not in refused]:
+            self._learner.run(parts)
+        for key in turn.closes:
+            if key in refused:
+                continue
+            try:
+                outcomes.append(Outcome(key=key, result=self._learner.close(key)))
+            except DescantError as error:
+                outcomes.append(Outcome(key=key, result=error))
+        return outcomes
+
+    def sample_step(self, turn: SampleStep) -> Sequence[SequenceOutput]:
+        return self._sampler.step(turn.plan)
+
+    def rows(self, turn: Rows, loaded: dict[RequestKey, Any]) -> list[Outcome]:
+        outcomes = []
+        for command in turn.commands:
+            key = (command.model_id, command.seq_id)
+            result: Result | DescantError
+            try:
+                result = self._row(command, loaded.get(key))
+            except Exception as error:
+                result = as_descant(error)
+            outcomes.append(Outcome(key=key, result=result))
+        return outcomes
+
+    def _row(self, command: Command, loaded: CheckpointTensors | DescantError | None) -> Result:
+        if isinstance(loaded, DescantError):
+            raise loaded
+        bank, model_id = self._model.bank, command.model_id
+        match command:
+            case CreateModel():
+                return self._create(command, loaded)
+            case OptimStep():
+                return self._learner.optim_step(model_id, command.adam_params)
+            case Snapshot():
+                return self._snapshots.take(command, has_pending_gradient=self._learner.has_pending_gradient(model_id))
+            case LoadState():
+                if loaded is None:
+                    raise ServerError(f"the checkpoint {command.source.uri} was not read")
+                load_into(bank, model_id, loaded)
+                self._learner.forget(model_id)
+                return Loaded(model_id=model_id, uri=command.source.uri, step=bank[model_id].step)
+            case DeleteModel():
+                self._learner.forget(model_id)
+                bank.delete(model_id)
+                return Deleted(model_id=model_id)
+            case Refused():
+                if command.loses_gradient and self._has(model_id):
+                    why = f"request with seq_id {command.seq_id} was refused: {command.message}"
+                    self._learner.lose_gradient(model_id, why)
+                raise UserError(command.message)
+            case ForwardBackward():  # one without data: the learner refuses it, and remembers
+                return self._learner.close(self._learner.open(command))
+
+    def _create(self, command: CreateModel, loaded: CheckpointTensors | None) -> ModelCreated:
+        bank, model_id = self._model.bank, command.model_id
+        if self._has(model_id):
+            raise UserError(f"model {model_id} exists already")
+        self._learner.forget(model_id)
+        adapter = bank.create(model_id, command.lora) if loaded is None else create_from(bank, model_id, loaded)
+        return ModelCreated(model_id=model_id, lora=adapter.lora, step=adapter.step)
+
+    def _has(self, model_id: str) -> bool:
+        try:
+            return self._model.bank[model_id] is not None
+        except NotFound:
+            return False
+
+    def fail(self, key: RequestKey, command: Command, why: str) -> None:
+        if not isinstance(command, ForwardBackward):
+            return
+        self._learner.abandon(key)
+        if not command.forward_only and self._has(key[0]):
+            self._learner.lose_gradient(key[0], f"forward_backward with seq_id {key[1]} failed: {why}")
+
+    # ------------------------------------------------------------------------------------------------ snapshots
+    def read(self, source: CheckpointSource) -> CheckpointTensors:
+        return read_checkpoint(source)
+
+    def save(self, ref: SnapshotRef, dest: str) -> Callable[[], Manifest]:
+        return self._snapshots.save(ref, dest)
+
+    def drop(self, ref: SnapshotRef) -> None:
+        self._snapshots.drop(ref)
+
+    # ------------------------------------------------------------------------------------------------ versions
+    def publish(self, ref: SnapshotRef, loaded: CheckpointTensors | None) -> None:
+        self._snapshots.publish(ref, loaded)
+        self._published.add(ref.version)
+
+    def is_published(self, version: Version) -> bool:
+        return version in self._published
+
+    def release_version(self, version: Version) -> None:
+        self._published.discard(version)
+        self._model.bank.release(version)
+
+    def acquire(self, version: Version | None) -> None:
+        if version is not None and version not in self._published:
+            raise NotFound(f"version {version.number} of model {version.model_id} was never published, or was released")
+        self._sampler.acquire(version)
+
+    def free(self, version: Version | None) -> None:
+        self._sampler.release(version)
+
+
+def num_pages(model: BaseModel, settings: RankSettings) -> int:
+    """Pages that ``kv_bytes`` pays for, no more than all running sequences could fill."""
+    paid = settings.kv_bytes // (model.kv_bytes_per_token() * PAGE_TOKENS)
+    longest = -(-model.facts.max_context_length // PAGE_TOKENS)
+    return max(2, min(paid, longest * settings.max_running))
