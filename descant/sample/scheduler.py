@@ -8,11 +8,21 @@ prompt (computed once). ``plan`` makes a ``StepPlan`` for the sampler to run; ``
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from descant.errors import DescantError
-from descant.types import SampleDelta, SampleRequest, Version
+import numpy as np
+
+from descant.errors import DescantError, Overloaded, ServerError, UserError
+from descant.sample.chance import stream_seed
+from descant.sample.check import check_request
+from descant.sample.pages import PAGE_TOKENS, PageAllocator, pages_for
+from descant.sample.stops import StopText
+from descant.types import PromptScores, SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
+
+EMPTY_TOPK = (0, -99999.0)
+"""The protocol's empty cell of a top-k table: token id and log-probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +48,7 @@ class SequenceStep:
 
     ``tokens``: its next input tokens (a prompt's chunk, or the token sampled last), whose first has position
     ``context``; ``pages``: its page ids, enough for ``context + len(tokens)``. ``sample``: draw the next token from the
-    last position's logits. ``score_from``: prompt log-probabilities wanted for the targets of these tokens; -1: not.
+    last position's logits.
     """
 
     sequence: int
@@ -54,8 +64,9 @@ class SequenceStep:
     draw: int
     """How many tokens this sequence has drawn before: with ``seed`` it fixes this draw, whatever the batch."""
     score_targets: tuple[int, ...] | None = None
-    """The token after each of ``tokens`` that has one: their log-probabilities are wanted."""
+    """The prompt's token after each of ``tokens`` that has one: their log-probabilities at temperature 1 are wanted."""
     topk: int = 0
+    """How many alternatives a scored position wants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,46 +93,396 @@ class SequenceOutput:
     error: str | None = None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sequence:
+    """One sample of a request. ``computed``: tokens whose keys lie in its pages."""
+
+    id: int
+    request: _Request
+    sample: int
+    seed: int
+    stop_text: StopText | None
+    drawn: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    told: int = 0
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    running: bool = False
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Smaller is older."""
+        return (self.request.number, self.sample)
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt) + len(self.drawn)
+
+    @property
+    def remaining(self) -> int:
+        return self.length - self.computed
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        num_prompt = len(self.request.prompt)
+        drawn = self.drawn[max(0, start - num_prompt) : max(0, end - num_prompt)]
+        return (*self.request.prompt[start:end], *drawn)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Request:
+    """``shared``: the prompt's pages that all samples share once the ``leader`` has computed them into ``prefix``
+    (which the request itself holds too, so that they outlive a moment without a running sample). The last token's page
+    is never among them: every sample computes at least that token, to draw from.
+
+    ``scorer`` is the sequence that computes the whole prompt for its scores, whatever pages are there already.
+    """
+
+    number: int
+    request: SampleRequest
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_ids: frozenset[int]
+    shared: int
+    waiting: list[_Sequence] = field(default_factory=list)
+    open: int = 0
+    started: bool = False
+    leader: _Sequence | None = None
+    prefix: list[int] = field(default_factory=list)
+    scorer: _Sequence | None = None
+    scores: list[float] = field(default_factory=list)
+    topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    scores_told: bool = False
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
+
+    @property
+    def scored(self) -> bool:
+        return len(self.scores) == len(self.prompt) - 1
+
+    def prompt_scores(self) -> PromptScores:
+        k = self.request.topk_prompt_logprobs
+        topk = None
+        if k:
+            ids = np.full((len(self.prompt), k), EMPTY_TOPK[0], np.int32)
+            logprobs = np.full((len(self.prompt), k), EMPTY_TOPK[1], np.float32)
+            for row, (row_ids, row_logprobs) in enumerate(self.topk, start=1):
+                ids[row, : len(row_ids)] = row_ids
+                logprobs[row, : len(row_logprobs)] = row_logprobs
+            topk = TopK(token_ids=ids, logprobs=logprobs)
+        return PromptScores(logprobs=np.array([np.nan, *self.scores], np.float32), topk=topk)
+
+
 class Scheduler:
+    """One plan at a time: the next only after ``apply`` or ``fail`` of the last. ``add`` and ``cancel`` may come
+    between (pages freed then are not given out before the next plan).
+
+    The order is age: of the request, then of the sample. The oldest running sequence always gets the pages it needs,
+    and ``add`` refuses what does not fit the pool alone, so every accepted request ends.
+    """
+
     def __init__(
         self, limits: SampleLimits, *, decode_text: Callable[[Sequence[int]], str], fresh_seed: Callable[[], int]
     ):
-        """``decode_text`` (the tokenizer's) serves stop strings; ``fresh_seed`` requests without a seed."""
-        raise NotImplementedError
+        """``decode_text`` (the tokenizer's, special tokens spelled out) serves stop strings; ``fresh_seed`` requests
+        without a seed."""
+        self._limits = limits
+        self._decode_text = decode_text
+        self._fresh_seed = fresh_seed
+        self._pages = PageAllocator(limits.num_pages)
+        self._requests: dict[str, _Request] = {}  # in order of arrival
+        self._sequences: dict[int, _Sequence] = {}
+        self._running: list[_Sequence] = []  # oldest first
+        self._in_flight: StepPlan | None = None
+        self._failures: list[tuple[str, DescantError]] = []
+        self._next_request = 0
+        self._next_sequence = 0
+        self._preemptions = 0
+        self._prefilled_tokens = 0
 
+    # ------------------------------------------------------------------------------------------------ requests
     def add(self, request: SampleRequest) -> None:
         """Raises ``UserError`` naming the field (prompt empty, token out of range, prompt or prompt + max_tokens over
         the context, …) or ``Overloaded``."""
-        raise NotImplementedError
+        limits = self._limits
+        max_tokens = check_request(
+            request,
+            vocab_size=limits.vocab_size,
+            max_context_length=limits.max_context_length,
+            num_pages=limits.num_pages,
+            max_num_samples=limits.max_num_samples,
+            max_topk=limits.max_topk,
+        )
+        if request.request_id in self._requests:
+            raise UserError(f"request_id {request.request_id!r} is being sampled already")
+        num_waiting = self._num_waiting_requests()
+        if num_waiting >= limits.max_waiting:
+            raise Overloaded(f"{num_waiting} sample requests are waiting, the limit is {limits.max_waiting}")
+
+        params = request.sampling_params
+        stop = limits.eos_token_ids if params.stop is None else params.stop
+        stop_strings = tuple(item for item in stop if isinstance(item, str))
+        prompt = tuple(int(token) for token in input_tokens(request.prompt))
+        entry = _Request(
+            number=self._next_request,
+            request=request,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            stop_ids=frozenset(item for item in stop if not isinstance(item, str)),
+            shared=(len(prompt) - 1) // PAGE_TOKENS if request.num_samples > 1 else 0,
+            open=request.num_samples,
+        )
+        self._next_request += 1
+        seed = self._fresh_seed() if params.seed is None else params.seed
+        for sample in range(request.num_samples):
+            sequence = _Sequence(
+                id=self._next_sequence,
+                request=entry,
+                sample=sample,
+                seed=stream_seed(seed, sample),
+                stop_text=StopText(stop_strings, self._decode_text) if stop_strings else None,
+            )
+            self._next_sequence += 1
+            self._sequences[sequence.id] = sequence
+            entry.waiting.append(sequence)
+        self._requests[request.request_id] = entry
 
     def cancel(self, request_id: str) -> None:
-        raise NotImplementedError
+        """Ends a request and frees what it held, at once. Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end_request(request)
 
     def has_work(self) -> bool:
-        raise NotImplementedError
+        return bool(self._requests)
 
+    def versions(self) -> set[Version]:
+        """Versions that waiting or running requests use."""
+        return {r.request.version for r in self._requests.values() if r.request.version is not None}
+
+    def stats(self) -> dict[str, int]:
+        """``waiting`` (sequences, preempted ones included), ``waiting_requests`` (that have not begun), ``running``,
+        ``free_pages``, ``used_pages``; since the start ``preemptions`` and ``prefilled_tokens``."""
+        return {
+            "waiting": len(self._sequences) - len(self._running),
+            "waiting_requests": self._num_waiting_requests(),
+            "running": len(self._running),
+            "free_pages": self._pages.num_free,
+            "used_pages": self._limits.num_pages - self._pages.num_free,
+            "preemptions": self._preemptions,
+            "prefilled_tokens": self._prefilled_tokens,
+        }
+
+    def _num_waiting_requests(self) -> int:
+        return sum(not request.started for request in self._requests.values())
+
+    # ------------------------------------------------------------------------------------------------ plan
     def plan(self) -> StepPlan | None:
         """The next step: all running sequences' next tokens first, then prompt chunks within ``step_tokens``.
         Full pages: the youngest sequence is preempted and recomputed later; never an error."""
-        raise NotImplementedError
+        if self._in_flight is not None:
+            raise RuntimeError("plan() was called before the last plan's apply() or fail()")
+        preemptions = self._preemptions
+        for sequence in list(self._running):
+            if sequence.running:  # an older one may have preempted it just now
+                self._grow(sequence)
 
+        steps = [self._step(sequence, 1) for sequence in self._running if sequence.remaining == 1]
+        budget = self._limits.step_tokens
+        for sequence in self._running:
+            if sequence.remaining > 1 and budget:
+                steps.append(self._step(sequence, min(sequence.remaining, budget)))
+                budget -= len(steps[-1].tokens)
+        if self._preemptions == preemptions:
+            while budget and (admitted := self._admit()) is not None:
+                steps.append(self._step(admitted, min(admitted.remaining, budget)))
+                budget -= len(steps[-1].tokens)
+        if not steps:
+            return None
+        self._in_flight = StepPlan(sequences=tuple(steps))
+        return self._in_flight
+
+    def _step(self, sequence: _Sequence, count: int) -> SequenceStep:
+        request, start, end = sequence.request, sequence.computed, sequence.computed + count
+        params = request.request.sampling_params
+        scoring = request.scorer is sequence and not request.scored
+        if count > 1 or not sequence.drawn:
+            self._prefilled_tokens += count
+        return SequenceStep(
+            sequence=sequence.id,
+            version=request.request.version,
+            tokens=sequence.tokens(start, end),
+            context=start,
+            pages=tuple(sequence.pages),
+            sample=end == sequence.length,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=sequence.seed,
+            draw=len(sequence.drawn),
+            score_targets=request.prompt[start + 1 : end + 1] if scoring else None,
+            topk=request.request.topk_prompt_logprobs if scoring else 0,
+        )
+
+    def _grow(self, sequence: _Sequence) -> None:
+        """Pages for all its tokens, if need be from the youngest (which may be itself)."""
+        missing = pages_for(sequence.length) - len(sequence.pages)
+        if missing > self._pages.num_free:
+            self._reclaim(keep=None)
+        while missing > self._pages.num_free:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return
+            self._reclaim(keep=None)
+        sequence.pages += self._pages.take(missing)
+
+    def _preempt(self, sequence: _Sequence) -> None:
+        self._preemptions += 1
+        self._stop_running(sequence)
+        insort(sequence.request.waiting, sequence, key=lambda s: s.sample)
+
+    def _admit(self) -> _Sequence | None:
+        """The oldest waiting sequence that can begin, made running with pages for all its tokens. When the oldest has
+        to wait for pages, so do all behind it; samples that wait for their prompt's leader are passed over."""
+        if len(self._running) >= self._limits.max_running:
+            return None
+        for request in self._requests.values():
+            if not request.waiting or request.leader is not None:
+                continue
+            scores = request.wants_scores and not request.scored and request.scorer is None
+            prefix = [] if scores else request.prefix
+            missing = pages_for(len(request.prompt) + len(request.waiting[0].drawn)) - len(prefix)
+            if missing > self._pages.num_free:
+                self._reclaim(keep=request if prefix else None)
+            if missing > self._pages.num_free:
+                return None
+            sequence = request.waiting.pop(0)
+            self._pages.share(prefix)
+            sequence.pages = [*prefix, *self._pages.take(missing)]
+            sequence.computed = len(prefix) * PAGE_TOKENS
+            sequence.running = request.started = True
+            if scores:
+                request.scorer = sequence
+            if request.shared and not request.prefix:
+                request.leader = sequence
+            insort(self._running, sequence, key=lambda s: s.age)
+            return sequence
+        return None
+
+    def _reclaim(self, *, keep: _Request | None) -> None:
+        """Frees shared prompts that no sequence uses now; the next sample of such a request computes it again."""
+        for request in self._requests.values():
+            if request is not keep and request.prefix and self._pages.holders(request.prefix[0]) == 1:
+                self._pages.drop(request.prefix)
+                request.prefix = []
+
+    # ------------------------------------------------------------------------------------------------ apply
     def apply(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> list[SampleDelta]:
-        """Takes a step's outcome: appends, detects stops, frees ended sequences, makes the deltas that are due."""
-        raise NotImplementedError
+        """Takes a step's outcome (in the plan's order): appends, detects stops, frees ended sequences, makes the deltas
+        that are due. What was cancelled meanwhile is passed over."""
+        self._in_flight = None
+        deltas: list[SampleDelta] = []
+        for step, output in zip(plan.sequences, outputs, strict=True):
+            sequence = self._sequences.get(step.sequence)
+            if sequence is None:
+                continue
+            request = sequence.request
+            if output.error is not None:
+                self._fail_request(sequence, output.error)
+                continue
+            sequence.computed += len(step.tokens)
+            if step.score_targets is not None:
+                request.scores += output.scores
+                request.topk += output.topk
+            if request.leader is sequence and sequence.computed >= request.shared * PAGE_TOKENS:
+                request.leader = None
+                request.prefix = sequence.pages[: request.shared]
+                self._pages.share(request.prefix)
+            if output.token is not None:
+                deltas += self._append(sequence, output.token, output.logprob)
+        return deltas
+
+    def _append(self, sequence: _Sequence, token: int, logprob: float) -> list[SampleDelta]:
+        request = sequence.request
+        sequence.drawn.append(token)
+        sequence.logprobs.append(logprob)
+        stop_reason: StopReason | None = None
+        if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
+            stop_reason = "stop"
+        elif len(sequence.drawn) >= request.max_tokens:
+            stop_reason = "length"
+        if stop_reason is None and not request.request.stream:
+            return []
+        scores = None
+        if request.wants_scores and request.scored and not request.scores_told:
+            request.scores_told = True
+            scores = request.prompt_scores()
+        delta = SampleDelta(
+            request_id=request.request.request_id,
+            sample=sequence.sample,
+            tokens=np.array(sequence.drawn[sequence.told :], np.int32),
+            logprobs=np.array(sequence.logprobs[sequence.told :], np.float32),
+            stop_reason=stop_reason,
+            version=request.request.version,
+            prompt=scores,
+        )
+        sequence.told = len(sequence.drawn)
+        if stop_reason is not None:
+            self._end(sequence)
+            request.open -= 1
+            if request.open == 0:
+                self._end_request(request)
+        return [delta]
 
     def fail(self, plan: StepPlan) -> list[str]:
         """A step raised: ends its requests, frees what they held; the request ids."""
-        raise NotImplementedError
+        self._in_flight = None
+        failed: list[str] = []
+        for step in plan.sequences:
+            sequence = self._sequences.get(step.sequence)
+            if sequence is not None:
+                failed.append(sequence.request.request.request_id)
+                self._end_request(sequence.request)
+        return failed
 
     def take_failures(self) -> list[tuple[str, DescantError]]:
         """Requests (by id) that ``apply`` ended because their own computation failed, each told once. The loop calls
         it after every ``apply``: such a request gets no further delta."""
-        raise NotImplementedError
+        failures, self._failures = self._failures, []
+        return failures
 
-    def versions(self) -> set[Version]:
-        """Versions that waiting or running requests use."""
-        raise NotImplementedError
+    def _fail_request(self, sequence: _Sequence, error: str) -> None:
+        request = sequence.request.request
+        where = f"sample {sequence.sample} failed at token {len(sequence.drawn)}: {error}"
+        # A base model that overflows is ours; an adapter that does is its owner's.
+        failure = ServerError(where) if request.version is None else UserError(where)
+        self._failures.append((request.request_id, failure))
+        self._end_request(sequence.request)
 
-    def stats(self) -> dict[str, int]:
-        """waiting, running, free_pages, used_pages, preemptions."""
-        raise NotImplementedError
+    # ------------------------------------------------------------------------------------------------ ends
+    def _stop_running(self, sequence: _Sequence) -> None:
+        """Gives its pages back, and what it computed for its request."""
+        request = sequence.request
+        self._running.remove(sequence)
+        self._pages.drop(sequence.pages)
+        sequence.pages, sequence.computed, sequence.running = [], 0, False
+        if request.leader is sequence:
+            request.leader = None
+        if request.scorer is sequence and not request.scored:
+            request.scorer, request.scores, request.topk = None, [], []
+
+    def _end(self, sequence: _Sequence) -> None:
+        if sequence.running:
+            self._stop_running(sequence)
+        del self._sequences[sequence.id]
+
+    def _end_request(self, request: _Request) -> None:
+        members = [s for s in self._running if s.request is request] + request.waiting
+        for sequence in members:
+            self._end(sequence)
+        request.waiting = []
+        self._pages.drop(request.prefix)
+        request.prefix = []
+        del self._requests[request.request.request_id]

@@ -1,0 +1,90 @@
+"""What a sample request may be. Every refusal names the field, what it expected and what it got."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from descant.errors import UserError
+from descant.sample.pages import PAGE_TOKENS, pages_for
+from descant.types import ModelInput, SampleRequest, SamplingParams, input_length
+
+
+def check_request(
+    request: SampleRequest,
+    *,
+    vocab_size: int,
+    max_context_length: int,
+    num_pages: int,
+    max_num_samples: int,
+    max_topk: int,
+) -> int:
+    """The request's ``max_tokens``, resolved: None is as many as the context (and the KV memory) has room for.
+    Raises ``UserError``."""
+    params = request.sampling_params
+    if not 1 <= request.num_samples <= max_num_samples:
+        raise UserError(f"num_samples is {request.num_samples}, expected 1 to {max_num_samples}")
+    if not 0 <= request.topk_prompt_logprobs <= max_topk:
+        raise UserError(f"topk_prompt_logprobs is {request.topk_prompt_logprobs}, expected 0 to {max_topk}")
+    _check_prompt(request.prompt, vocab_size)
+    _check_draw(params)
+    _check_stop(params.stop, vocab_size)
+
+    prompt_tokens = input_length(request.prompt)
+    # The token drawn last is never fed back, so its key needs no room.
+    memory_tokens = num_pages * PAGE_TOKENS + 1
+    if prompt_tokens >= max_context_length:
+        raise UserError(
+            f"prompt has {prompt_tokens} tokens, expected at most {max_context_length - 1} "
+            f"(the context length {max_context_length} less one to sample)"
+        )
+    if prompt_tokens >= memory_tokens:
+        raise UserError(f"prompt has {prompt_tokens} tokens, expected at most {memory_tokens - 1} (the KV memory)")
+    if params.max_tokens is None:
+        return min(max_context_length, memory_tokens) - prompt_tokens
+    if params.max_tokens < 1:
+        raise UserError(f"sampling_params.max_tokens is {params.max_tokens}, expected at least 1")
+    if prompt_tokens + params.max_tokens > max_context_length:
+        raise UserError(
+            f"sampling_params.max_tokens is {params.max_tokens} after a prompt of {prompt_tokens} tokens, "
+            f"expected at most {max_context_length - prompt_tokens} (the context length is {max_context_length})"
+        )
+    if pages_for(prompt_tokens + params.max_tokens - 1) > num_pages:
+        raise UserError(
+            f"sampling_params.max_tokens is {params.max_tokens} after a prompt of {prompt_tokens} tokens, "
+            f"expected at most {memory_tokens - prompt_tokens} (the KV memory holds {num_pages * PAGE_TOKENS} tokens)"
+        )
+    return params.max_tokens
+
+
+def _check_prompt(prompt: ModelInput, vocab_size: int) -> None:
+    if input_length(prompt) == 0:
+        raise UserError("prompt is empty, expected at least 1 token")
+    for index, chunk in enumerate(prompt):
+        wrong = np.flatnonzero((chunk.tokens < 0) | (chunk.tokens >= vocab_size))
+        if len(wrong):
+            raise UserError(
+                f"prompt.chunks[{index}].tokens[{wrong[0]}] is {chunk.tokens[wrong[0]]}, expected 0 to {vocab_size - 1}"
+            )
+
+
+def _check_draw(params: SamplingParams) -> None:
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise UserError(f"sampling_params.temperature is {params.temperature}, expected a finite number of at least 0")
+    if params.top_k != -1 and params.top_k < 1:
+        raise UserError(f"sampling_params.top_k is {params.top_k}, expected -1 (off) or at least 1")
+    if not 0 < params.top_p <= 1:
+        raise UserError(f"sampling_params.top_p is {params.top_p}, expected more than 0 and at most 1")
+
+
+def _check_stop(stop: tuple[int, ...] | tuple[str, ...] | None, vocab_size: int) -> None:
+    items: tuple[int | str, ...] = stop or ()
+    for index, item in enumerate(items):
+        if isinstance(item, str) != isinstance(items[0], str):
+            raise UserError(f"sampling_params.stop[{index}] is {item!r}, expected all token ids or all strings")
+        if isinstance(item, str):
+            if not item:
+                raise UserError(f"sampling_params.stop[{index}] is an empty string, expected at least one character")
+        elif not 0 <= item < vocab_size:
+            raise UserError(f"sampling_params.stop[{index}] is {item}, expected 0 to {vocab_size - 1}")

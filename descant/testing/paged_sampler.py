@@ -1,0 +1,152 @@
+"""A sampler that keeps what it is given in pages, as the real one keeps keys, and checks them at every step.
+
+Its next token is a pure function of the sequence's whole history as the *pages* tell it, of the version, the seed and
+the draw: a page lost, shared wrongly, or given out twice changes tokens or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from descant.sample.chance import uniform
+from descant.sample.pages import PAGE_TOKENS
+from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, SequenceStep, StepPlan
+from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, Version
+
+VOCAB_SIZE = 100
+EOS = 99
+
+
+def limits(**changes: object) -> SampleLimits:
+    fields: dict = {
+        "max_running": 8,
+        "num_pages": 64,
+        "step_tokens": 256,
+        "max_waiting": 100,
+        "max_context_length": 1024,
+        "vocab_size": VOCAB_SIZE,
+        "eos_token_ids": (EOS,),
+    }
+    return SampleLimits(**{**fields, **changes})
+
+
+def decode_letters(tokens: Iterable[int]) -> str:
+    """Token t is one letter, a to z and round again."""
+    return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+def scheduler(**changes: object) -> Scheduler:
+    return Scheduler(limits(**changes), decode_text=decode_letters, fresh_seed=lambda: 12345)
+
+
+def request(
+    request_id: str = "r",
+    prompt: Iterable[int] = (1, 2, 3),
+    *,
+    num_samples: int = 1,
+    version: Version | None = None,
+    prompt_logprobs: bool = False,
+    topk_prompt_logprobs: int = 0,
+    stream: bool = False,
+    **params: object,
+) -> SampleRequest:
+    return SampleRequest(
+        request_id=request_id,
+        version=version,
+        prompt=(EncodedText(tokens=np.array(list(prompt), np.int32)),),
+        num_samples=num_samples,
+        sampling_params=SamplingParams(**{"seed": 0, "stop": (), **params}),  # type: ignore[arg-type]
+        prompt_logprobs=prompt_logprobs,
+        topk_prompt_logprobs=topk_prompt_logprobs,
+        stream=stream,
+    )
+
+
+class PagedFake:
+    def __init__(self, num_pages: int, script: dict[int, list[int]] | None = None):
+        """``script``: sequence id → the tokens it will draw, instead of the pseudo-random ones."""
+        self.pages: list[list[tuple[object, int] | None]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
+        self.script = script or {}
+        self.num_tokens = 0
+
+    def step(self, plan: StepPlan) -> list[SequenceOutput]:
+        written: set[tuple[int, int]] = set()
+        for step in plan.sequences:
+            for position, token in enumerate(step.tokens, start=step.context):
+                cell = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
+                assert cell not in written, "two sequences write one cell in one step"
+                written.add(cell)
+                self.pages[cell[0]][cell[1]] = (step.version, token)
+            self.num_tokens += len(step.tokens)
+        return [self._output(step) for step in plan.sequences]
+
+    def history(self, step: SequenceStep, length: int) -> list[int]:
+        tokens = []
+        for position in range(length):
+            cell = self.pages[step.pages[position // PAGE_TOKENS]][position % PAGE_TOKENS]
+            assert cell is not None, f"position {position} was never computed"
+            assert cell[0] == step.version, "keys of another adapter"
+            tokens.append(cell[1])
+        return tokens
+
+    def _output(self, step: SequenceStep) -> SequenceOutput:
+        history = self.history(step, step.context + len(step.tokens))
+        scores: list[float] = []
+        topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+        if step.score_targets is not None:
+            scores = [score(history[: step.context + i + 1], t) for i, t in enumerate(step.score_targets)]
+            topk = [(tuple(range(step.topk)), (-1.0,) * step.topk)] * (len(scores) if step.topk else 0)
+        token, logprob = None, 0.0
+        if step.sample:
+            token = self._draw(step, history)
+            logprob = score(history, token)
+        return SequenceOutput(
+            sequence=step.sequence, token=token, logprob=logprob, scores=tuple(scores), topk=tuple(topk)
+        )
+
+    def _draw(self, step: SequenceStep, history: list[int]) -> int:
+        if step.sequence in self.script:
+            return self.script[step.sequence][step.draw]
+        salt = sum((i + 1) * token for i, token in enumerate(history)) + (step.version.number if step.version else 0)
+        return int(uniform(step.seed + salt, step.draw) * VOCAB_SIZE)
+
+
+def score(history: list[int], target: int) -> float:
+    """A log-probability that depends on the whole history."""
+    return -float(sum((i + 1) * t for i, t in enumerate(history)) % 97 + target) / 256
+
+
+class Finished:
+    """Requests folded from their deltas, with the rules of deltas checked."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[float]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.prompts: dict[str, PromptScores] = {}
+
+    def take(self, deltas: Iterable[SampleDelta]) -> None:
+        for delta in deltas:
+            key = (delta.request_id, delta.sample)
+            assert key not in self.reasons, "a delta after the last"
+            self.tokens.setdefault(key, []).extend(delta.tokens.tolist())
+            self.logprobs.setdefault(key, []).extend(delta.logprobs.tolist())
+            if delta.stop_reason is not None:
+                self.reasons[key] = delta.stop_reason
+            if delta.prompt is not None:
+                assert delta.request_id not in self.prompts, "prompt scores came twice"
+                self.prompts[delta.request_id] = delta.prompt
+
+
+def run(s: Scheduler, fake: PagedFake, finished: Finished | None = None, max_steps: int = 10_000) -> Finished:
+    """Until nothing is left."""
+    finished = finished or Finished()
+    for _ in range(max_steps):
+        plan = s.plan()
+        if plan is None:
+            assert not s.has_work(), "work, but no plan"
+            return finished
+        finished.take(s.apply(plan, fake.step(plan)))
+    raise AssertionError(f"not done after {max_steps} steps")

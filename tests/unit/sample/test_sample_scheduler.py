@@ -1,0 +1,552 @@
+"""The scheduler against a sampler that checks the pages it is given (``testing.paged_sampler``)."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from descant.errors import Overloaded, ServerError, UserError
+from descant.sample.pages import PAGE_TOKENS, PageAllocator
+from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput
+from descant.testing.paged_sampler import EOS, VOCAB_SIZE, Finished, PagedFake, decode_letters, request, run, scheduler
+from descant.types import EncodedText, SampleRequest, Version
+
+
+def assert_nothing_left(s: Scheduler) -> None:
+    stats = s.stats()
+    assert stats["used_pages"] == stats["running"] == stats["waiting"] == 0
+    assert not s.has_work()
+    assert s.versions() == set()
+    assert s.plan() is None
+
+
+def alone(entry: SampleRequest, **limits: object) -> Finished:
+    s = scheduler(**{"num_pages": 64, **limits})
+    s.add(entry)
+    return run(s, PagedFake(64))
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ()}, "prompt is empty, expected at least 1 token"),
+        ({"prompt": (1, 100)}, r"prompt.chunks\[0\].tokens\[1\] is 100, expected 0 to 99"),
+        ({"prompt": (-1,)}, r"prompt.chunks\[0\].tokens\[0\] is -1, expected 0 to 99"),
+        ({"prompt": (1,) * 200}, "prompt has 200 tokens, expected at most 199 .*context length 200"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens is 0, expected at least 1"),
+        ({"max_tokens": -1}, "sampling_params.max_tokens is -1"),
+        (
+            {"max_tokens": 198},
+            "max_tokens is 198 after a prompt of 3 tokens, expected at most 197 .*context length is 200",
+        ),
+        ({"num_samples": 0}, "num_samples is 0, expected 1 to 1024"),
+        ({"num_samples": 1025}, "num_samples is 1025, expected 1 to 1024"),
+        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs is -1, expected 0 to 20"),
+        ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21, expected 0 to 20"),
+        ({"temperature": -0.1}, "sampling_params.temperature is -0.1"),
+        ({"temperature": math.nan}, "sampling_params.temperature is nan"),
+        ({"temperature": math.inf}, "sampling_params.temperature is inf"),
+        ({"top_k": 0}, r"sampling_params.top_k is 0, expected -1 \(off\) or at least 1"),
+        ({"top_k": -2}, "sampling_params.top_k is -2"),
+        ({"top_p": 0.0}, "sampling_params.top_p is 0.0, expected more than 0 and at most 1"),
+        ({"top_p": 1.01}, "sampling_params.top_p is 1.01"),
+        ({"top_p": math.nan}, "sampling_params.top_p is nan"),
+        ({"stop": (1, 100)}, r"sampling_params.stop\[1\] is 100, expected 0 to 99"),
+        ({"stop": ("a", "")}, r"sampling_params.stop\[1\] is an empty string"),
+        ({"stop": ("a", 1)}, r"sampling_params.stop\[1\] is 1, expected all token ids or all strings"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_refused(fields: dict, message: str) -> None:
+    s = scheduler(max_context_length=200)
+    with pytest.raises(UserError, match=message):
+        s.add(request(**fields))
+    assert_nothing_left(s)
+
+
+def test_the_chunk_with_the_bad_token_is_named() -> None:
+    good, bad = (EncodedText(tokens=np.array(t, np.int32)) for t in ([1, 2], [3, 500]))
+    entry = request()
+    entry = SampleRequest(
+        request_id="r", version=None, prompt=(good, bad), num_samples=1, sampling_params=entry.sampling_params
+    )
+    with pytest.raises(UserError, match=r"prompt.chunks\[1\].tokens\[1\] is 500"):
+        scheduler().add(entry)
+
+
+def test_what_can_never_fit_the_pool_is_refused_and_the_last_token_needs_no_room() -> None:
+    s = scheduler(num_pages=2)
+    with pytest.raises(
+        UserError, match=r"max_tokens is 127 after a prompt of 3 tokens, expected at most 126 .*128 tokens"
+    ):
+        s.add(request(max_tokens=127))
+    with pytest.raises(UserError, match="prompt has 129 tokens, expected at most 128"):
+        s.add(request(prompt=[1] * 129, max_tokens=1))
+    s.add(request(max_tokens=126))
+    assert len(run(s, PagedFake(2)).tokens["r", 0]) == 126
+    s.add(request(prompt=[1] * 128, max_tokens=1))
+    assert len(run(s, PagedFake(2)).tokens["r", 0]) == 1
+    assert_nothing_left(s)
+
+
+def test_a_full_queue_is_overloaded_and_running_requests_do_not_count() -> None:
+    s = scheduler(max_waiting=2, max_running=1)
+    s.add(request("a", max_tokens=5))
+    plan = s.plan()
+    s.add(request("b", max_tokens=5))
+    s.add(request("c", max_tokens=5))
+    with pytest.raises(Overloaded, match="2 sample requests are waiting, the limit is 2"):
+        s.add(request("d", max_tokens=5))
+    fake = PagedFake(64)
+    s.apply(plan, fake.step(plan))
+    assert {key[0] for key in run(s, fake).reasons} == {"a", "b", "c"}
+
+
+def test_a_request_id_in_use_is_refused() -> None:
+    s = scheduler()
+    s.add(request("a", max_tokens=2))
+    with pytest.raises(UserError, match="'a' is being sampled already"):
+        s.add(request("a", max_tokens=2))
+
+
+# ------------------------------------------------------------------------------------------------------------- stops
+def scripted(tokens: list[int], **params: object) -> tuple[list[int], str]:
+    s = scheduler()
+    s.add(request(**{"max_tokens": len(tokens), **params}))
+    finished = run(s, PagedFake(64, script={0: tokens}))
+    assert len(finished.logprobs["r", 0]) == len(finished.tokens["r", 0])
+    assert_nothing_left(s)
+    return finished.tokens["r", 0], finished.reasons["r", 0]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "stop", "kept", "reason"),
+    [
+        ([5, EOS, 6], None, 2, "stop"),
+        ([5, 7, 6], None, 3, "length"),
+        ([5, EOS, 6], (), 3, "length"),
+        ([5, EOS, 7, 6], (7,), 3, "stop"),
+        ([5, 7], (7,), 2, "stop"),
+        ([7, 7], (7,), 1, "stop"),
+        ([0, 1, 2, 3], ("bc",), 3, "stop"),
+        ([0, 1, 2, 3], ("a",), 1, "stop"),
+        ([0, 1, 2, 3], ("cb", "dx"), 4, "length"),
+        ([0, 0, 1, 0, 0, 0, 1, 2, 5], ("aabc",), 8, "stop"),
+        ([0, 1, EOS, 3], ("d",), 4, "stop"),
+    ],
+    ids=[
+        "end token",
+        "no stop: length",
+        "empty: not even the end token",
+        "own ids replace the end token",
+        "stop and length at once is a stop",
+        "first token",
+        "string over two tokens",
+        "string in the first token",
+        "no string found",
+        "string after a false start",
+        "strings replace the end token",
+    ],
+)
+def test_stop(drawn: list[int], stop: tuple | None, kept: int, reason: str) -> None:
+    assert scripted(drawn, stop=stop) == (drawn[:kept], reason)
+
+
+def test_max_tokens_none_goes_to_the_contexts_end() -> None:
+    s = scheduler(max_context_length=40)
+    s.add(request(max_tokens=None))
+    finished = run(s, PagedFake(64))
+    assert len(finished.tokens["r", 0]) == 37
+    assert finished.reasons["r", 0] == "length"
+
+
+def test_max_tokens_none_with_a_small_pool_goes_to_the_pools_end() -> None:
+    s = scheduler(num_pages=1)
+    s.add(request(max_tokens=None))
+    assert len(run(s, PagedFake(1)).tokens["r", 0]) == 62
+
+
+# ---------------------------------------------------------------------------------------------------------- batching
+def test_a_prompt_is_prefilled_in_chunks_beside_others_decoding() -> None:
+    s, fake = scheduler(step_tokens=50), PagedFake(64)
+    s.add(request("short", max_tokens=10))
+    plan = s.plan()
+    assert plan is not None
+    assert [(len(step.tokens), step.sample) for step in plan.sequences] == [(3, True)]
+    s.apply(plan, fake.step(plan))
+    s.add(request("long", prompt=range(90), max_tokens=2))
+    seen = []
+    for _ in range(3):
+        plan = s.plan()
+        assert plan is not None
+        seen.append([(len(step.tokens), step.context, step.sample) for step in plan.sequences])
+        s.apply(plan, fake.step(plan))
+    assert seen == [[(1, 3, True), (50, 0, False)], [(1, 4, True), (40, 50, True)], [(1, 5, True), (1, 90, True)]]
+
+
+def test_samples_share_their_prompts_full_pages() -> None:
+    s, fake = scheduler(max_running=16), PagedFake(64)
+    prompt = [i % 90 for i in range(150)]
+    s.add(request(prompt=prompt, num_samples=16, max_tokens=2))
+    first = s.plan()
+    assert first is not None
+    assert [len(step.tokens) for step in first.sequences] == [150]
+    s.apply(first, fake.step(first))
+    second = s.plan()
+    assert second is not None
+    assert [len(step.tokens) for step in second.sequences] == [1] + [22] * 11 + [14]  # 256 tokens a step
+    assert len({step.pages[:2] for step in second.sequences}) == 1
+    assert len({step.pages[2] for step in second.sequences}) == 13
+    finished = Finished()
+    finished.take(s.apply(second, fake.step(second)))
+    run(s, fake, finished)
+    assert s.stats()["prefilled_tokens"] == 150 + 15 * 22
+    for sample in range(16):
+        assert len(finished.tokens["r", sample]) == 2
+    assert_nothing_left(s)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 129])
+def test_samples_draw_what_they_would_alone_at_page_edges(num_tokens: int) -> None:
+    prompt = [i % 90 for i in range(num_tokens)]
+    s = scheduler()
+    s.add(request(prompt=prompt, num_samples=3, max_tokens=70))
+    finished = run(s, PagedFake(64))
+    single = alone(request(prompt=prompt, num_samples=1, max_tokens=70))
+    assert finished.tokens["r", 0] == single.tokens["r", 0]
+    assert len({tuple(finished.tokens["r", i]) for i in range(3)}) == 3
+    assert_nothing_left(s)
+
+
+def test_a_shared_prompt_outlives_a_moment_without_running_samples() -> None:
+    s, fake = scheduler(max_running=2), PagedFake(64)
+    s.add(request(prompt=[1] * 130, num_samples=6, max_tokens=3))
+    run(s, fake)
+    assert s.stats()["prefilled_tokens"] == 130 + 5 * 2
+
+
+def test_preemption_takes_the_youngest_and_changes_no_token() -> None:
+    s, fake = scheduler(num_pages=4), PagedFake(4)
+    entries = [request(name, prompt=[i + 1] * 60, max_tokens=120, seed=i) for i, name in enumerate("abc")]
+    for entry in entries:
+        s.add(entry)
+    finished = run(s, fake)
+    assert s.stats()["preemptions"] >= 2
+    assert next(iter(finished.reasons)) == ("a", 0)
+    for entry in entries:
+        key = (entry.request_id, 0)
+        assert finished.tokens[key] == alone(entry).tokens[key]
+        assert finished.logprobs[key] == alone(entry).logprobs[key]
+    assert_nothing_left(s)
+
+
+def test_a_shared_prompt_that_nobody_uses_gives_way() -> None:
+    """All samples of ``b`` are preempted while the request still holds its prompt's pages: ``a`` needs them."""
+    s, fake = scheduler(num_pages=5, step_tokens=1000), PagedFake(5)
+    entries = [
+        request("a", prompt=[1] * 50, max_tokens=200),
+        request("b", prompt=[2] * 130, num_samples=2, max_tokens=20, seed=3),
+    ]
+    for entry in entries:
+        s.add(entry)
+    finished = run(s, fake)
+    assert finished.tokens["a", 0] == alone(entries[0]).tokens["a", 0]
+    for sample in range(2):
+        assert finished.tokens["b", sample] == alone(entries[1]).tokens["b", sample]
+    assert_nothing_left(s)
+
+
+def test_every_sample_has_its_own_stream_and_a_seed_repeats_it() -> None:
+    first, second = (alone(request(num_samples=4, max_tokens=20, seed=s)).tokens for s in (0, 0))
+    assert first == second
+    assert len({tuple(tokens) for tokens in first.values()}) == 4
+    assert alone(request(num_samples=4, max_tokens=20, seed=1)).tokens["r", 0] not in first.values()
+
+
+def test_without_a_seed_a_fresh_one_is_asked_for() -> None:
+    seeds = iter([7, 8])
+    limits = SampleLimits(
+        max_running=4,
+        num_pages=8,
+        step_tokens=64,
+        max_waiting=4,
+        max_context_length=99,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+    )
+    s = Scheduler(limits, decode_text=decode_letters, fresh_seed=lambda: next(seeds))
+    s.add(request("a", max_tokens=20, seed=None))
+    s.add(request("b", max_tokens=20, seed=None))
+    finished = run(s, PagedFake(8))
+    assert finished.tokens["a", 0] != finished.tokens["b", 0]
+    assert finished.tokens["a", 0] == alone(request("a", max_tokens=20, seed=7)).tokens["a", 0]
+
+
+# ------------------------------------------------------------------------------------------------------------ scores
+def test_prompt_scores_come_once_with_the_first_delta() -> None:
+    s, fake = scheduler(step_tokens=30), PagedFake(64)
+    prompt = [i % 90 for i in range(100)]
+    s.add(request(prompt=prompt, num_samples=3, max_tokens=2, prompt_logprobs=True, topk_prompt_logprobs=2))
+    finished = run(s, fake)
+    scores = finished.prompts["r"]
+    assert scores.logprobs.dtype == np.float32
+    assert scores.logprobs.shape == (100,)
+    assert np.isnan(scores.logprobs[0])
+    assert np.isfinite(scores.logprobs[1:]).all()
+    assert scores.topk is not None
+    assert scores.topk.token_ids.shape == scores.topk.logprobs.shape == (100, 2)
+    assert (scores.topk.token_ids[0] == 0).all()
+    assert (scores.topk.logprobs[0] == np.float32(-99999.0)).all()
+    assert (scores.topk.token_ids[1:] == [0, 1]).all()
+    assert (scores.topk.logprobs[1:] == -1).all()
+
+
+def test_a_prompt_of_one_token_has_one_nan() -> None:
+    scores = alone(request(prompt=[4], max_tokens=1, prompt_logprobs=True)).prompts["r"]
+    assert np.isnan(scores.logprobs).tolist() == [True]
+    assert scores.topk is None
+
+
+def test_scores_survive_preemption_and_are_asked_for_once() -> None:
+    s, fake = scheduler(num_pages=3, step_tokens=20), PagedFake(3)
+    old = request("old", prompt=[1] * 60, max_tokens=120)
+    scored = request("scored", prompt=[i % 90 for i in range(120)], max_tokens=5, num_samples=2, prompt_logprobs=True)
+    s.add(old)
+    s.add(scored)
+    finished = run(s, fake)
+    assert s.stats()["preemptions"] > 0
+    np.testing.assert_array_equal(finished.prompts["scored"].logprobs, alone(scored).prompts["scored"].logprobs)
+
+
+def test_nobody_who_did_not_ask_gets_scores() -> None:
+    assert alone(request(prompt=[1] * 100, max_tokens=2)).prompts == {}
+
+
+# ---------------------------------------------------------------------------------------------------- streams and ends
+def test_a_stream_gets_every_token_and_others_one_delta_a_sample() -> None:
+    s, fake = scheduler(), PagedFake(64)
+    s.add(request("stream", max_tokens=4, stream=True))
+    s.add(request("whole", max_tokens=4))
+    deltas = []
+    while (plan := s.plan()) is not None:
+        deltas += s.apply(plan, fake.step(plan))
+    shape = [(d.request_id, len(d.tokens), d.stop_reason) for d in deltas]
+    assert shape == [("stream", 1, None)] * 3 + [("stream", 1, "length"), ("whole", 4, "length")]
+
+
+def test_the_version_stands_on_every_delta() -> None:
+    version = Version(model_id="m", number=3)
+    s, fake = scheduler(), PagedFake(64)
+    s.add(request(version=version, max_tokens=1))
+    assert s.versions() == {version}
+    plan = s.plan()
+    assert plan is not None
+    assert [d.version for d in s.apply(plan, fake.step(plan))] == [version]
+    assert s.versions() == set()
+
+
+@pytest.mark.parametrize("when", ["waiting", "planned", "between"])
+def test_cancel_frees_at_once(when: str) -> None:
+    s, fake = scheduler(), PagedFake(64)
+    other = request("other", max_tokens=30)
+    s.add(other)
+    s.add(request("gone", prompt=[1] * 200, num_samples=5, max_tokens=50))
+    finished = Finished()
+    if when == "planned":
+        plan = s.plan()
+        outputs = fake.step(plan)
+        s.cancel("gone")
+        assert s.stats()["used_pages"] == 1
+        finished.take(s.apply(plan, outputs))
+    elif when == "between":
+        for _ in range(3):
+            plan = s.plan()
+            finished.take(s.apply(plan, fake.step(plan)))
+        s.cancel("gone")
+        assert s.stats()["used_pages"] == 1
+    else:
+        s.cancel("gone")
+        assert s.stats()["used_pages"] == 0
+    s.cancel("gone")
+    run(s, fake, finished)
+    assert set(finished.reasons) == {("other", 0)}
+    assert finished.tokens == alone(other).tokens
+    assert_nothing_left(s)
+
+
+def test_a_step_that_raised_ends_its_requests_and_no_other() -> None:
+    s, fake = scheduler(max_running=3), PagedFake(64)
+    s.add(request("a", max_tokens=5, num_samples=3))
+    plan = s.plan()
+    late = request("b", max_tokens=5)
+    s.add(late)
+    assert s.fail(plan) == ["a"]
+    finished = run(s, fake)
+    assert finished.tokens == alone(late).tokens
+    assert_nothing_left(s)
+
+
+@pytest.mark.parametrize(("version", "error"), [(None, ServerError), (Version(model_id="m", number=1), UserError)])
+def test_one_sequences_error_fails_its_request_alone(version: Version | None, error: type) -> None:
+    s, fake = scheduler(), PagedFake(64)
+    s.add(request("bad", max_tokens=5, num_samples=2, version=version))
+    good = request("good", max_tokens=5)
+    s.add(good)
+    plan = s.plan()
+    outputs = fake.step(plan)
+    outputs[1] = SequenceOutput(sequence=outputs[1].sequence, token=None, logprob=0.0, error="logits are not finite")
+    finished = Finished()
+    finished.take(s.apply(plan, outputs))
+    [(request_id, failure)] = s.take_failures()
+    assert request_id == "bad"
+    assert type(failure) is error
+    assert str(failure) == "sample 1 failed at token 0: logits are not finite"
+    assert s.take_failures() == []
+    run(s, fake, finished)
+    assert finished.tokens == alone(good).tokens
+    assert_nothing_left(s)
+
+
+def test_one_plan_at_a_time() -> None:
+    s = scheduler()
+    s.add(request(max_tokens=5))
+    s.plan()
+    with pytest.raises(RuntimeError, match="before the last plan's apply"):
+        s.plan()
+
+
+# -------------------------------------------------------------------------------------------------------------- pages
+def test_a_page_is_free_when_its_last_holder_lets_go() -> None:
+    pages = PageAllocator(3)
+    taken = pages.take(2)
+    pages.share(taken)
+    pages.drop(taken)
+    assert pages.num_free == 1
+    pages.drop(taken)
+    assert pages.num_free == 3
+    with pytest.raises(RuntimeError, match="nobody holds it"):
+        pages.drop(taken)
+    with pytest.raises(RuntimeError, match="4 pages were taken, 3 are free"):
+        pages.take(4)
+
+
+def test_a_page_is_a_block_of_the_attention() -> None:
+    from descant.model import passes
+
+    assert PAGE_TOKENS == passes.PAGE_TOKENS
+
+
+# --------------------------------------------------------------------------------------------------------------- fuzz
+entries = st.builds(
+    lambda length, first, **fields: {"prompt": [(first + i) % 90 for i in range(length)], **fields},
+    length=st.one_of(st.integers(1, 40), st.integers(100, 150)),
+    first=st.integers(0, 89),
+    num_samples=st.integers(1, 5),
+    max_tokens=st.one_of(st.integers(1, 10), st.integers(50, 100)),
+    seed=st.integers(0, 3),
+    stop=st.sampled_from([None, (), (), (7,), ("ab", "qz")]),
+    prompt_logprobs=st.booleans(),
+    stream=st.booleans(),
+    version=st.sampled_from([None, Version(model_id="m", number=1), Version(model_id="m", number=2)]),
+)
+events = st.one_of(
+    st.tuples(st.just("add"), entries),
+    st.tuples(st.just("add"), entries),
+    st.tuples(st.just("add"), entries),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("steps"), st.integers(1, 30)),
+    st.tuples(st.just("fail"), st.just(0)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    script=st.lists(events, min_size=1, max_size=25),
+    num_pages=st.integers(4, 7),
+    max_running=st.integers(1, 6),
+    step_tokens=st.sampled_from([5, 30, 70, 200]),
+)
+def test_whatever_happens_every_request_ends_as_it_would_alone(
+    script: list, num_pages: int, max_running: int, step_tokens: int
+) -> None:
+    s = scheduler(num_pages=num_pages, max_running=max_running, step_tokens=step_tokens)
+    fake, finished = PagedFake(num_pages), Finished()
+    added: dict[str, SampleRequest] = {}
+    ended: set[str] = set()
+    for kind, value in script:
+        if kind == "add":
+            entry = request(f"r{len(added)}", **value)
+            s.add(entry)
+            added[entry.request_id] = entry
+        elif kind == "cancel":
+            s.cancel(f"r{value}")
+            ended.add(f"r{value}")
+        elif kind == "fail":
+            plan = s.plan()
+            ended |= set() if plan is None else set(s.fail(plan))
+        else:
+            for _ in range(value):
+                plan = s.plan()
+                if plan is not None:
+                    assert sum(len(t.tokens) for t in plan.sequences if len(t.tokens) > 1) <= step_tokens
+                    assert len(plan.sequences) <= max_running
+                    finished.take(s.apply(plan, fake.step(plan)))
+    run(s, fake, finished)
+    assert_nothing_left(s)
+    for request_id, entry in added.items():
+        if request_id in ended:
+            continue
+        expected = alone(entry)
+        for sample in range(entry.num_samples):
+            key = (request_id, sample)
+            assert finished.tokens[key] == expected.tokens[key]
+            assert finished.logprobs[key] == expected.logprobs[key]
+            assert finished.reasons[key] == expected.reasons[key]
+        if entry.prompt_logprobs:
+            np.testing.assert_array_equal(finished.prompts[request_id].logprobs, expected.prompts[request_id].logprobs)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_under_pressure_every_request_ends_as_it_would_alone(seed: int) -> None:
+    """Few pages, small chunks, long prompts beside long decodes: leaders and scorers are preempted halfway, and shared
+    prompts give way."""
+    chance = random.Random(seed)
+    num_pages = chance.randint(4, 5)
+    s = scheduler(num_pages=num_pages, max_running=chance.choice([2, 4, 8]), step_tokens=chance.choice([4, 9, 70]))
+    fake, finished = PagedFake(num_pages), Finished()
+    added: list[SampleRequest] = []
+    while len(added) < 10 or s.has_work():
+        if len(added) < 10 and chance.random() < 0.05:
+            length = chance.choice([2, 50, 63, 64, 65, 129, 140])
+            added.append(
+                request(
+                    f"r{len(added)}",
+                    prompt=[chance.randrange(90) for _ in range(length)],
+                    num_samples=chance.choice([1, 2, 3]),
+                    max_tokens=chance.choice([2, 20, 70, 110]),
+                    seed=seed,
+                    prompt_logprobs=chance.random() < 0.5,
+                )
+            )
+            s.add(added[-1])
+        plan = s.plan()
+        assert plan is not None or not s.has_work()
+        if plan is not None:
+            finished.take(s.apply(plan, fake.step(plan)))
+    assert_nothing_left(s)
+    assert set(finished.prompts) == {entry.request_id for entry in added if entry.prompt_logprobs}
+    for entry in added:
+        expected = alone(entry)
+        for sample in range(entry.num_samples):
+            key = (entry.request_id, sample)
+            assert (finished.tokens[key], finished.logprobs[key]) == (expected.tokens[key], expected.logprobs[key])
+        if entry.prompt_logprobs:
+            np.testing.assert_array_equal(
+                finished.prompts[entry.request_id].logprobs, expected.prompts[entry.request_id].logprobs
+            )
