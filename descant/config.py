@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from descant.errors import UserError
+from descant.ranks.settings import RankSettings
 from descant.server.routes import ServerSettings as HttpSettings
 from descant.service.service import ServiceSettings
 
@@ -56,6 +57,7 @@ class Settings:
     http: HttpSettings = field(default_factory=HttpSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
+    rank: RankSettings = field(default_factory=RankSettings)
 
     def owners_by_key(self) -> Mapping[str, str]:
         """API key to owner's name, from ``auth.keys`` and ``auth.keys_file``. Empty: open. Raises ``UserError``."""
