@@ -10,7 +10,7 @@ from descant.errors import UserError
 from descant.ports import Clock, Trainer
 from descant.service.jobs import Job, Jobs
 from descant.service.order import Event, Fail, Missing, Run, Sequencer
-from descant.types import Answer, Command, ForwardBackward, OptimStep, Refused, Result
+from descant.types import Answer, Command, CreateModel, DeleteModel, ForwardBackward, OptimStep, Refused, Result
 
 Finish = Callable[[asyncio.Future[Result]], Awaitable[Answer]]
 """From the trainer's result to the client's answer."""
@@ -52,13 +52,13 @@ class ModelQueue:
             if isinstance(event, Fail) and event.item.job is not None:
                 self._jobs.fail(event.item.job, UserError(event.message))
 
-    def delete(self, command: Command) -> None:
-        """After ``end``: the last command."""
-        self._to_trainer(command)
+    def create(self, command: CreateModel) -> asyncio.Future[Result]:
+        """The first command, before any other."""
+        return self._to_trainer(command)
 
-    @property
-    def next_seq_id(self) -> int:
-        return self._sequencer.next_seq_id
+    def delete(self) -> None:
+        """The last command, after ``end``."""
+        self._to_trainer(DeleteModel(model_id=self._model_id, seq_id=self._sequencer.next_seq_id))
 
     def reason(self, job: Job) -> str | None:
         """Which hole ``job`` waits behind; None if it does not wait for one."""

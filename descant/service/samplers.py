@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -84,20 +84,27 @@ class Publications:
             await self._engine.publish(snapshot_of(checkpoint))
             self._published.add(version)
 
+    def holds(self, version: Version | None) -> bool:
+        return version in self._published
+
+    async def release(self, version: Version, sampling_session_id: str) -> None:
+        """Undoes ``publish``: the session did not come about."""
+        self._users.get(version, set()).discard(sampling_session_id)
+        await self._release_unused([version])
+
     async def leave(self, sampling_session_ids: Iterable[str]) -> None:
         """These sessions are over: versions that nobody else samples are released."""
         leaving = set(sampling_session_ids)
-        unused = []
-        for version, users in self._users.items():
-            users -= leaving
-            if not users:
-                unused.append(version)
-        for version in unused:
+        left = [version for version, users in self._users.items() if users & leaving]
+        for version in left:
+            self._users[version] -= leaving
+        await self._release_unused(left)
+
+    async def _release_unused(self, versions: Sequence[Version]) -> None:
+        for version in versions:
             async with self._locks.hold(version):
-                if self._users.get(version):
-                    continue
-                self._users.pop(version, None)
-                if version in self._published:
+                if not self._users.get(version):
+                    self._users.pop(version, None)
                     self._published.discard(version)
                     await self._engine.release(version)
 

@@ -1,0 +1,232 @@
+"""A whole service over the fakes and a real database, with virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from descant.errors import DescantError
+from descant.service.catalogue import Catalogue
+from descant.service.database import Database
+from descant.service.futures import SqlFutureStore
+from descant.service.service import Backend, Pending, SampleSubmission, Service, ServiceSettings, Submitted
+from descant.testing.clock import FakeClock
+from descant.testing.fakes import FakeCheckpointStore, FakeEngine, FakeTrainer, FakeWorld
+from descant.types import (
+    AdamParams,
+    Answer,
+    Command,
+    Datum,
+    Encoded,
+    EncodedText,
+    ForwardBackward,
+    LoraConfig,
+    OptimStep,
+    Result,
+    SampleOutput,
+    SamplingParams,
+)
+
+PATIENCE_S = 20.0
+"""Real seconds after which something that should end by itself is called a hang."""
+
+BASE = "fake/bigram"
+
+
+def encode(answer: Answer | Exception) -> Encoded:
+    """So that a test can look at the answer itself."""
+    return Encoded(content_type="pickle", body=pickle.dumps(answer))
+
+
+class RecordingTrainer(FakeTrainer):
+    """The fake trainer, which also remembers what it was given."""
+
+    def __init__(self, world: FakeWorld):
+        super().__init__(world)
+        self.commands: list[Command] = []
+
+    def submit(self, command: Command) -> asyncio.Future[Result]:
+        self.commands.append(command)
+        return super().submit(command)
+
+
+class Harness:
+    """``start`` and ``stop`` are a server's; ``stop`` followed by ``start`` is a restart over the same files."""
+
+    service: Service
+    database: Database
+    trainer: RecordingTrainer
+    world: FakeWorld
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.clock = FakeClock()
+        self.checkpoints = FakeCheckpointStore(path / "checkpoints")
+        self.settings = ServiceSettings()
+        self.hook: Callable[[object], Any] | None = None
+        self.futures_class = SqlFutureStore
+
+    async def start(self) -> None:
+        async def hook(what: object) -> None:
+            if self.hook is not None:
+                await self.hook(what)
+
+        self.world = FakeWorld(hook=hook)
+        self.other = FakeWorld(name="fake/other", seed=1, hook=hook)
+        self.trainer = RecordingTrainer(self.world)
+        self.database = await Database.open(self.path / "descant.sqlite")
+        self.futures = self.futures_class(self.database, self.clock)
+        self.service = Service(
+            backends=[
+                Backend(facts=self.world.facts, trainer=self.trainer, engine=FakeEngine(self.world)),
+                Backend(
+                    facts=replace(self.other.facts, aliases=()),
+                    trainer=FakeTrainer(self.other),
+                    engine=FakeEngine(self.other),
+                ),
+            ],
+            futures=self.futures,
+            checkpoints=self.checkpoints,
+            catalogue=Catalogue(self.database),
+            clock=self.clock,
+            encode=encode,
+            settings=self.settings,
+        )
+        await self.service.start()
+
+    async def stop(self) -> None:
+        await self.service.close()
+        await self.database.close()
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+    # ------------------------------------------------------------------------------------------------ as a client
+    async def session(self, owner: str = "alice", key: str | None = None) -> str:
+        return await self.service.create_session(
+            owner,
+            tags=(),
+            user_metadata=None,
+            sdk_version="0.38.0",
+            project_id=None,
+            display_name=None,
+            idempotency_key=key,
+        )
+
+    async def create(
+        self, session_id: str, model_seq_id: int = 0, *, owner: str = "alice", base: str = BASE, rank: int = 2
+    ) -> Submitted:
+        return await self.service.create_model(
+            owner,
+            session_id=session_id,
+            model_seq_id=model_seq_id,
+            base_model=base,
+            lora=LoraConfig(rank=rank, seed=7),
+            optimizer="adamw",
+            user_metadata={"who": owner},
+        )
+
+    async def model(self, session_id: str | None = None, owner: str = "alice", **kwargs: Any) -> str:
+        """A fresh model that is there."""
+        submitted = await self.create(session_id or await self.session(owner), owner=owner, **kwargs)
+        await self.result(submitted, owner=owner)
+        assert submitted.model_id is not None
+        return submitted.model_id
+
+    async def fb(self, model_id: str, seq_id: int, *, owner: str = "alice", forward_only: bool = False) -> Submitted:
+        return await self.service.forward_backward(owner, forward_backward(model_id, seq_id, forward_only=forward_only))
+
+    async def step(self, model_id: str, seq_id: int, *, owner: str = "alice", lr: float = 0.1) -> Submitted:
+        command = OptimStep(model_id=model_id, seq_id=seq_id, adam_params=AdamParams(learning_rate=lr))
+        return await self.service.optim_step(owner, command)
+
+    async def save(
+        self, model_id: str, seq_id: int, name: str = "a", *, owner: str = "alice", overwrite: bool = False,
+        ttl: int | None = None,
+    ) -> Submitted:  # fmt: skip
+        return await self.service.save_weights(
+            owner, model_id=model_id, seq_id=seq_id, name=name, overwrite=overwrite, ttl_seconds=ttl
+        )
+
+    async def sampler(
+        self, model_id: str, seq_id: int, *, name: str | None = None, number: int | None = None, owner: str = "alice"
+    ) -> Submitted:
+        return await self.service.save_weights_for_sampler(
+            owner, model_id=model_id, seq_id=seq_id, name=name, sampling_session_seq_id=number, ttl_seconds=None
+        )
+
+    async def sample(self, sampling_session_id: str, seq_id: int = 0, *, owner: str = "alice", n: int = 1) -> Submitted:
+        return await self.service.sample(owner, submission(sampling_session_id, seq_id, n=n))
+
+    async def answer(self, submitted: Submitted | str, *, owner: str = "alice") -> Any:
+        """The answer or the error that a client's future ends with."""
+        request_id = submitted if isinstance(submitted, str) else submitted.request_id
+        state = await asyncio.wait_for(self.service.retrieve_future(owner, request_id, timeout_s=10**9), PATIENCE_S)
+        assert not isinstance(state, Pending), state.reason
+        assert state.encoded is not None
+        answer = pickle.loads(state.encoded.body)
+        assert state.failed == isinstance(answer, Exception)
+        return answer
+
+    async def result(self, submitted: Submitted | str, *, owner: str = "alice") -> Any:
+        answer = await self.answer(submitted, owner=owner)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def error(self, submitted: Submitted | str, *, owner: str = "alice") -> DescantError:
+        answer = await self.answer(submitted, owner=owner)
+        assert isinstance(answer, DescantError), answer
+        return answer
+
+    async def pending(self, submitted: Submitted, *, owner: str = "alice") -> str:
+        """The reason why it has not ended."""
+        state = await self.service.retrieve_future(owner, submitted.request_id, timeout_s=0)
+        assert isinstance(state, Pending)
+        assert state.queue_state == "active"
+        return state.reason
+
+    async def greedy(self, sampling_session_id: str, seq_id: int = 0) -> SampleOutput:
+        return await self.result(await self.sample(sampling_session_id, seq_id))
+
+    async def advance(self, seconds: float) -> None:
+        """Time passes and the sweep has looked."""
+        await self.clock.advance(seconds)
+        await self.service.sweep()
+
+    async def until(self, fact: Callable[[], bool]) -> None:
+        async def wait() -> None:
+            while not fact():  # noqa: ASYNC110  (any fact, not only one that somebody announces)
+                await asyncio.sleep(0.001)
+
+        await asyncio.wait_for(wait(), PATIENCE_S)
+
+    def weights(self, model_id: str) -> np.ndarray:
+        return self.world.adapters[model_id].weights.table()
+
+
+def forward_backward(model_id: str, seq_id: int, *, forward_only: bool = False) -> ForwardBackward:
+    tokens = np.asarray([1 + seq_id % 5, 2, 3], np.int32)
+    datum = Datum(
+        model_input=(EncodedText(tokens=tokens),),
+        loss_fn_inputs={"target_tokens": np.asarray([2, 3, 4 + seq_id % 7], np.int64)},
+    )
+    return ForwardBackward(
+        model_id=model_id, seq_id=seq_id, data=(datum,), loss_fn="cross_entropy", forward_only=forward_only
+    )
+
+
+def submission(sampling_session_id: str, seq_id: int = 0, *, n: int = 1) -> SampleSubmission:
+    return SampleSubmission(
+        sampling_session_id=sampling_session_id,
+        seq_id=seq_id,
+        prompt=(EncodedText(tokens=np.asarray([1, 2], np.int32)),),
+        num_samples=n,
+        sampling_params=SamplingParams(max_tokens=8, temperature=0.0, stop=()),
+    )
