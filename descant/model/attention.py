@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
@@ -78,7 +79,8 @@ def attention(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """``query`` [1, H, T, D], ``key``/``value`` [1, K, T, D] (rotated, not repeated, maybe not contiguous) →
-    ``[1, T, H, D]`` contiguous. Raises ``UserError`` for what it cannot honour: nothing is ignored in silence."""
+    ``[1, T, H, D]`` contiguous. Tokens behind the pass's own only fill up its rows: 0 comes out for them.
+    Raises ``UserError`` for what it cannot honour: nothing is ignored in silence."""
     for name, given in keywords.items():
         if given is not None and name not in HARMLESS_KEYWORDS:
             raise UserError(f"attention keyword {name!r} is not supported")
@@ -88,7 +90,8 @@ def attention(
         raise UserError("attention that is not causal is not supported")
     if dropout:
         raise UserError("attention dropout is not supported: the model must be in eval mode")
-    if query.shape[2] != plan.num_tokens:
+    num_padding = query.shape[2] - plan.num_tokens
+    if num_padding < 0:
         raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
     rule = _Rule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
@@ -97,7 +100,7 @@ def attention(
     if (shapes := plan.cache.get(KV_SHAPES)) is not None:
         cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
 
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1)[: plan.num_tokens] for x in (query, key, value))
     if plan.kv is not None:
         with torch.no_grad():
             _write_pages(plan, layer, key_TKD, value_TKD)
@@ -107,6 +110,8 @@ def attention(
         out_THD = _varlen(plan, rule, query_THD, key_TKD, value_TKD)
     else:
         out_THD = _BlockedAttention.apply(query_THD, key_TKD, value_TKD, plan, rule)
+    if num_padding:
+        out_THD = F.pad(out_THD, (0, 0, 0, 0, 0, num_padding))
     return out_THD.unsqueeze(0), None
 
 

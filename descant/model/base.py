@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from descant.model.bank import AdapterBank
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, LoraPass
-from descant.model.passes import KVPool, Pass
+from descant.model.passes import PAGE_TOKENS, KVPool, Pass
 from descant.types import ModelFacts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MIN_ROWS = 8
+"""Fewer tokens than this are filled up: matrix products of a few rows take other kernels, whose last bits differ."""
 
 
 class BaseModel:
     """Made by ``descant.model.load.load_model``."""
 
-    facts: ModelFacts
-    network: nn.Module
-    """The transformers causal LM, frozen, in eval mode, its linear layers replaced."""
-    bank: AdapterBank
-    head: Head
-    channel: LoraChannel
-    device: torch.device
-    dtype: torch.dtype
-    packable: bool
-    """False: sequences must not share a pass (``facts.packable``); callers pass one sequence at a time."""
+    def __init__(
+        self,
+        *,
+        facts: ModelFacts,
+        directory: Path,
+        network: nn.Module,
+        decoder: nn.Module,
+        bank: AdapterBank,
+        head: Head,
+        channel: LoraChannel,
+        kv_shapes: Mapping[int, tuple[int, int, int]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        """``decoder``: the network without its head. ``kv_shapes``: layer → (key heads, size of a key, of a value)."""
+        self.facts = facts
+        self.directory = directory
+        self.network = network
+        """The transformers causal LM, frozen, in eval mode, its linear layers replaced."""
+        self.bank = bank
+        self.head = head
+        self.channel = channel
+        self.device = device
+        self.dtype = dtype
+        self.kv_shapes = tuple(kv_shapes[layer] for layer in sorted(kv_shapes))
+        self._decoder = decoder
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def packable(self) -> bool:
+        """False: sequences must not share a pass; callers pass one sequence at a time."""
+        return self.facts.packable
 
     def trunk(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass
@@ -35,15 +68,47 @@ class BaseModel:
         context). Records a graph iff grad is enabled; the gradient of the adapters then goes into ``pass_``'s gradient
         rows when the caller runs backward from the hidden states, with the base's parameters untouched.
         """
-        raise NotImplementedError
+        lora = LoraPass.of(pass_, self.bank)
+        self.channel.current = lora
+        try:
+            return forward(self._decoder, tokens_T, positions_T, pass_), lora
+        finally:
+            self.channel.current = None
 
     def make_kv_pool(self, num_pages: int) -> KVPool:
         """Zeroed pages for every layer."""
-        raise NotImplementedError
+        return make_kv_pool(self.kv_shapes, num_pages, dtype=self.dtype, device=self.device)
 
     def kv_bytes_per_token(self) -> int:
-        raise NotImplementedError
+        return sum(heads * (key + value) for heads, key, value in self.kv_shapes) * self.dtype.itemsize
 
-    def tokenizer(self) -> object:
-        """The model's ``PreTrainedTokenizerBase``, loaded at first use (the sampler's stop strings need it)."""
-        raise NotImplementedError
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, loaded at first use (the sampler's stop strings need it)."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self.directory)
+        return self._tokenizer
+
+
+def forward(decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass) -> torch.Tensor:
+    """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
+    num_tokens = len(tokens_T)
+    if num_tokens < MIN_ROWS:
+        tokens_T, positions_T = (F.pad(x, (0, MIN_ROWS - num_tokens)) for x in (tokens_T, positions_T))
+    options: dict[str, Any] = {"use_cache": False, "plan": pass_}
+    output = decoder(input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), **options)
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden[0, :num_tokens]
+
+
+def make_kv_pool(
+    kv_shapes: tuple[tuple[int, int, int], ...], num_pages: int, *, dtype: torch.dtype, device: torch.device
+) -> KVPool:
+    def pages(heads: int, size: int) -> torch.Tensor:
+        return torch.zeros(num_pages, heads, PAGE_TOKENS, size, dtype=dtype, device=device)
+
+    return KVPool(
+        keys=tuple(pages(heads, key) for heads, key, _ in kv_shapes),
+        values=tuple(pages(heads, value) for heads, _, value in kv_shapes),
+    )

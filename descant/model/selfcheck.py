@@ -1,0 +1,188 @@
+"""Is this model one whose sequences meet only inside the attention function? Asked of every model that is loaded.
+
+Tokens of several people share a pass. A model that lets neighbours meet elsewhere (linear attention, convolution, state
+space) or that reads something off the whole pass would mix them without an error, so random sequences go through the
+network as transformers wrote it, and through ours alone, packed, beside other neighbours, and over KV pages.
+
+Small models are checked in float32, to ``TOLERANCE``; one of more than ``FLOAT32_PARAMETERS`` in its own dtype, where
+rounding hides what is below ``HALF_TOLERANCE``: what a neighbour leaks is then seen by changing the neighbour only.
+
+Legend: L tokens of a sequence, V vocabulary, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from descant.errors import UserError
+from descant.model.attention import KV_SHAPES
+from descant.model.base import forward, make_kv_pool
+from descant.model.head import Head
+from descant.model.passes import PAGE_TOKENS, KVPass, Pass
+
+TOLERANCE = 1e-4
+"""Of the largest logit (or hidden state), in float32."""
+
+HALF_TOLERANCE = 5e-2
+"""The same in bfloat16 or float16."""
+
+FLOAT32_PARAMETERS = 1_000_000_000
+
+LENGTHS = (37, 5, PAGE_TOKENS + 6, 1)
+"""Sequences of the check: shorter and longer than a page, and the shortest there is."""
+
+KVShapes = dict[int, tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """``packable`` False: right alone, wrong beside others."""
+
+    packable: bool
+    kv_shapes: KVShapes
+
+
+def random_sequences(vocab_size: int, max_length: int, device: torch.device) -> list[torch.Tensor]:
+    """int64 [L] each, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [min(length, max_length) for length in LENGTHS]
+    return [torch.randint(vocab_size, (length,), generator=generator).to(device) for length in lengths]
+
+
+@torch.no_grad()
+def reference_logits(network: nn.Module, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """[L, V] in float32, by the network as transformers made it, one sequence at a time."""
+    return [network(input_ids=tokens_L.unsqueeze(0), use_cache=False).logits[0].float() for tokens_L in sequences]
+
+
+@contextmanager
+def in_float32(network: nn.Module) -> Iterator[None]:
+    """Parameters as float32, and afterwards the very tensors that were there. Buffers stay as they are."""
+    kept = [(parameter, parameter.data) for parameter in network.parameters()]
+    try:
+        for parameter, data in kept:
+            parameter.data = data.float()
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+@torch.no_grad()
+def selfcheck(
+    decoder: nn.Module,
+    head: Head,
+    sequences: Sequence[torch.Tensor],
+    reference: Sequence[torch.Tensor],
+    *,
+    num_layers: int,
+    tolerance: float,
+) -> Verdict:
+    """Raises ``UserError`` with the reason alone; the caller names the architecture."""
+    plan = Pass(seq_lens=tuple(len(tokens) for tokens in sequences[:1]))
+    kv_shapes: KVShapes = {}
+    plan.cache[KV_SHAPES] = kv_shapes
+    try:
+        forward(decoder, sequences[0], _positions(sequences[0]), plan)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if not kv_shapes:
+            raise UserError(f"its layers do not attend through transformers' attention interface ({error})") from error
+        raise
+    if sorted(kv_shapes) != list(range(num_layers)):
+        raise UserError(
+            f"{len(kv_shapes)} of its {num_layers} layers attend through transformers' attention interface; in the "
+            "others tokens meet elsewhere (linear attention, convolution or state space)"
+        )
+
+    alone = [_run(decoder, [tokens])[0] for tokens in sequences]
+    for tokens, hidden, want in zip(sequences, alone, reference):
+        wrong = _difference(head.logits(hidden, None), want)
+        if not wrong <= tolerance:
+            raise UserError(
+                f"its logits for {len(tokens)} tokens differ from transformers' own by {wrong:.1e} of the largest, "
+                f"expected {tolerance:.0e}"
+            )
+    paged = _run_paged(decoder, sequences, tuple(kv_shapes[layer] for layer in range(num_layers)), packed=False)
+    wrong = max(_difference(got, want) for got, want in zip(paged, alone))
+    if not wrong <= tolerance:
+        raise UserError(
+            f"its hidden states over KV pages differ from those of one pass by {wrong:.1e}, expected {tolerance:.0e}"
+        )
+
+    return Verdict(
+        packable=_is_packable(decoder, sequences, alone, kv_shapes, tolerance),
+        kv_shapes=kv_shapes,
+    )
+
+
+def _is_packable(
+    decoder: nn.Module,
+    sequences: Sequence[torch.Tensor],
+    alone: Sequence[torch.Tensor],
+    kv_shapes: KVShapes,
+    tolerance: float,
+) -> bool:
+    packed = _run(decoder, sequences)
+    paged = _run_paged(decoder, sequences, tuple(kv_shapes[layer] for layer in sorted(kv_shapes)), packed=True)
+    others = [tokens.flip(0) if i % 2 else tokens for i, tokens in enumerate(sequences)]
+    beside_others = _run(decoder, others)
+    # the same shapes with another neighbour: nothing but a leak (or an expert's other batch size) can differ
+    leak = max(_difference(beside_others[i], packed[i]) for i in range(0, len(sequences), 2))
+    wrong = max(_difference(got, want) for run in (packed, paged) for got, want in zip(run, alone))
+    return leak <= min(tolerance, 1e-2) and wrong <= tolerance
+
+
+def _positions(tokens: torch.Tensor, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + len(tokens), device=tokens.device)
+
+
+def _run(decoder: nn.Module, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    plan = Pass(seq_lens=tuple(len(tokens) for tokens in sequences))
+    positions = torch.cat([_positions(tokens) for tokens in sequences])
+    return list(forward(decoder, torch.cat(list(sequences)), positions, plan).split(list(plan.seq_lens)))
+
+
+def _run_paged(
+    decoder: nn.Module,
+    sequences: Sequence[torch.Tensor],
+    kv_shapes: tuple[tuple[int, int, int], ...],
+    *,
+    packed: bool,
+) -> list[torch.Tensor]:
+    """Each sequence in three passes: most of it, all but one token, and a decode step."""
+    if not packed:
+        return [_run_paged(decoder, [tokens], kv_shapes, packed=True)[0] for tokens in sequences]
+    lengths = [len(tokens) for tokens in sequences]
+    num_pages = max(-(-length // PAGE_TOKENS) for length in lengths)
+    example = next(decoder.parameters())
+    pool = make_kv_pool(kv_shapes, num_pages * len(sequences), dtype=example.dtype, device=example.device)
+    table = torch.arange(num_pages * len(sequences)).view(len(sequences), num_pages)
+    parts: list[list[torch.Tensor]] = [[] for _ in sequences]
+    for cut in (
+        [(0, length * 2 // 3) for length in lengths],
+        [(length * 2 // 3, length - 1) for length in lengths],
+        [(length - 1, length) for length in lengths],
+    ):
+        members = [i for i, (start, end) in enumerate(cut) if start < end]
+        if not members:
+            continue
+        kv = KVPass(pool=pool, page_table=table[members], context_lens=tuple(cut[i][0] for i in members))
+        pieces = [sequences[i][slice(*cut[i])] for i in members]
+        plan = Pass(seq_lens=tuple(len(piece) for piece in pieces), kv=kv)
+        positions = torch.cat([_positions(piece, cut[i][0]) for i, piece in zip(members, pieces)])
+        hidden = forward(decoder, torch.cat(pieces), positions, plan)
+        for i, part in zip(members, hidden.split(list(plan.seq_lens))):
+            parts[i].append(part)
+    return [torch.cat(part) for part in parts]
+
+
+def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest, relative to the largest; NaN counts as infinite."""
+    difference: Any = (got.float() - want.float()).abs().max() / want.float().abs().max()
+    return float(torch.nan_to_num(difference, nan=float("inf")))
