@@ -25,6 +25,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -565,7 +566,8 @@ class AdapterBank:
             save_file({"row": published.host}, partial)
             os.replace(partial, file)
         except (OSError, SafetensorError) as error:
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
             logger.warning("published versions stay in host memory beyond their limit: %s: %s", file, error)
             return False
         published.file, published.host = file, None
@@ -598,7 +600,8 @@ class AdapterBank:
         if published.slot is not None:
             self._slab(published.rank_class).give_work(published.slot)
         if published.file is not None:
-            published.file.unlink(missing_ok=True)
+            with suppress(OSError):
+                published.file.unlink(missing_ok=True)
 
 
 def _some(names: Collection[str]) -> str:

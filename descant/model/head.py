@@ -3,8 +3,8 @@
 The head's weight is frozen (and may be tied to the embedding: the adapter's product is added beside it, the shared
 weight stays as it is). In training, a chunk's dLogits are formed right where its logits are, so nothing is recomputed.
 
-Trainer and sampler get their logits from one function, in the base's dtype and then float32, over at least 8 rows (below
-4 rows the fp32 library takes another path): a row's log-probability does not depend on how many rows are asked for.
+Trainer and sampler get their logits from one function, in the base's dtype and then float32, over at least 8 rows
+(below 4 rows the fp32 library takes another path): a row's bits do not depend on how many rows are asked for.
 
 Legend: T tokens, D hidden size, V vocabulary, K targets a position, C tokens of a chunk, N rows asked for.
 """
@@ -145,7 +145,7 @@ class Head:
                 return
             if len(kept) < len(hidden_CD):
                 hidden_CD, logits_CV, normaliser_C1 = hidden_CD[kept], logits_CV[kept], normaliser_C1[kept]
-                targets_CK, dlogprobs_CK, wanted_C = targets_CK[kept], dlogprobs_CK[kept], wanted_C[kept]
+                targets_CK, dlogprobs_CK = targets_CK[kept], dlogprobs_CK[kept]
                 if lora is not None and self.site_index is not None:
                     lora, start = lora.select((kept + start).tolist()), 0
                     if lora is not None:
@@ -158,8 +158,9 @@ class Head:
             dlogits_CV.mul_(slope_CV)
         if self.logit_scale != 1.0:
             dlogits_CV.mul_(self.logit_scale)
-        # A token whose loss is not finite has dloss 0, but its logits may be NaN: 0·NaN must not come back.
-        dlogits_CV.masked_fill_(~wanted_C[:, None], 0.0)
+        if kept is None:
+            # A token whose loss is not finite has dloss 0, but its logits may be NaN: 0·NaN must not come back.
+            dlogits_CV.masked_fill_(~wanted_C[:, None], 0.0)
 
         dy_CV = dlogits_CV.to(self.weight_VD.dtype)
         dh_CD = torch.mm(dy_CV, self.weight_VD)

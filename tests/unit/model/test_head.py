@@ -1,0 +1,209 @@
+"""The head against ``F.log_softmax`` and autograd in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from descant.model.bank import AdapterBank, LoraSite
+from descant.model.head import Head
+from descant.model.lora import LoraPass
+from descant.model.passes import Pass, Segment
+from descant.types import LoraConfig
+
+torch.set_num_threads(1)
+
+D, V, TOKENS = 24, 80, 50
+SITE = LoraSite(name="lm_head", group="unembed", in_features=D, out_features=V)
+BOUNDS = ((3, 20), (20, 21), (26, 48))
+RANKS = (3, 8, 32)
+
+
+def make_bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
+    bank = AdapterBank([SITE], device=torch.device("cpu"), dtype=dtype)
+    for index, rank in enumerate(RANKS):
+        lora = LoraConfig(rank=rank, seed=index)
+        bank.create(f"m{index}", lora)
+        weights = bank.weights(f"m{index}")
+        parts = {name: torch.randn_like(part) * 0.2 for name, part in bank.export(weights, lora).items()}
+        bank.import_row(parts, lora, weights)
+        bank.refresh_work(f"m{index}")
+    return bank
+
+
+def make_pass(bank: AdapterBank) -> LoraPass:
+    segments = tuple(
+        Segment(start=lo, end=hi, row=bank.row(f"m{i}"), gradient=bank[f"m{i}"].slot)
+        for i, (lo, hi) in enumerate(BOUNDS)
+    )
+    lora = LoraPass.of(Pass(seq_lens=(TOKENS,), segments=segments), bank)
+    assert lora is not None
+    return lora
+
+
+def make_head(dtype: torch.dtype = torch.float32, *, bias: bool = False, **options: float | None) -> Head:
+    weight = (torch.randn(V, D) * 0.3).to(dtype)
+    return Head(weight, torch.randn(V).to(dtype) if bias else None, site_index=0, **options)  # type: ignore[arg-type]
+
+
+def reference(head: Head, bank: AdapterBank, hidden: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """float64 logits with a graph, and its leaves: A and B of each adapter, in turn."""
+    logits = hidden @ head.weight_VD.double().T + (0 if head.bias_V is None else head.bias_V.double())
+    pieces, leaves, end = [], [], 0
+    for index, (lo, hi) in enumerate(BOUNDS):
+        lora = bank[f"m{index}"].lora
+        a, b = (p.double().requires_grad_() for p in bank.export(bank.weights(f"m{index}"), lora).values())
+        leaves += [a, b]
+        pieces += [logits[end:lo], logits[lo:hi] + 32 / lora.rank * (hidden[lo:hi] @ a.T @ b.T)]
+        end = hi
+    logits = torch.cat([*pieces, logits[end:]]) * head.logit_scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap), leaves
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-5) -> None:
+    difference = (got.double() - want.double()).abs().max().item()
+    assert difference <= tolerance * max(want.abs().max().item(), 1e-6), difference
+
+
+VARIANTS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"bias": True}, id="bias"),
+    pytest.param({"softcap": 3.0}, id="softcap"),
+    pytest.param({"logit_scale": 0.25}, id="scale"),
+    pytest.param({"bias": True, "softcap": 5.0, "logit_scale": 1.5}, id="all"),
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 1024])
+@pytest.mark.parametrize("num_targets", [1, 3])
+def test_logprobs_and_gradients_equal_autograd(options: dict[str, float], chunk_tokens: int, num_targets: int) -> None:
+    torch.manual_seed(0)
+    bank, head = make_bank(), make_head(**options)  # type: ignore[arg-type]
+    hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (TOKENS, num_targets))
+    targets[5] = targets[5, 0]  # one token named K times
+    dlogprobs = torch.randn(TOKENS, num_targets)
+    dlogprobs[10:15] = 0.0  # tokens without a loss, in the middle of a segment
+    dlogprobs[20:21] = 0.0  # a whole segment
+    seen: list[slice] = []
+
+    def loss(tokens: slice, logprobs_CK: torch.Tensor) -> torch.Tensor:
+        assert len(logprobs_CK) == tokens.stop - tokens.start
+        seen.append(tokens)
+        return dlogprobs[tokens]
+
+    out = head.logprobs(hidden, targets, make_pass(bank), loss, chunk_tokens)
+
+    hidden64 = hidden.double().requires_grad_()
+    logits, leaves = reference(head, bank, hidden64)
+    want = torch.log_softmax(logits, dim=1).gather(1, targets)
+    want.backward(dlogprobs.double())
+    assert_close(out.logprobs_TK, want.detach())
+    assert out.dhidden_TD is not None
+    assert hidden64.grad is not None
+    assert_close(out.dhidden_TD, hidden64.grad)
+    for index in range(len(RANKS)):
+        got = bank.export(bank.gradient(f"m{index}"), bank[f"m{index}"].lora).values()
+        for part, leaf in zip(got, leaves[2 * index : 2 * index + 2], strict=True):
+            assert leaf.grad is not None
+            assert_close(part, leaf.grad, 2e-5)
+    assert bank.gradient("m1").count_nonzero() == 0
+    assert [s.start for s in seen] == list(range(0, TOKENS, chunk_tokens))
+
+
+def test_logits_and_selected_logits() -> None:
+    bank, head = make_bank(), make_head()
+    hidden, lora = torch.randn(TOKENS, D), make_pass(bank)
+    want, _ = reference(head, bank, hidden.double())
+    assert_close(head.logits(hidden, lora), want.detach())
+    assert_close(head.logits(hidden[18:30], lora, start=18), want[18:30].detach())
+    indices = torch.tensor([0, 4, 20, 25, 26, 47, 49])
+    assert_close(head.logits_at(hidden, lora, indices), want[indices].detach())
+    assert head.logits_at(hidden, lora, indices[:0]).shape == (0, V)
+    assert_close(head.logits_at(hidden, None, indices), (hidden @ head.weight_VD.T)[indices])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_a_row_does_not_depend_on_how_many_are_asked_for(dtype: torch.dtype) -> None:
+    """Exactly in bf16; in fp32 the adapters' product over fewer than 4 rows rounds otherwise."""
+    bank, head = make_bank(dtype), make_head(dtype)
+    hidden, lora = torch.randn(TOKENS, D).to(dtype), make_pass(bank)
+    whole = head.logits(hidden, lora)
+    targets = torch.randint(0, V, (TOKENS, 1))
+    logprobs = head.logprobs(hidden, targets, lora).logprobs_TK
+    for token in (0, 3, 20, 30, 49):
+        alone = head.logits_at(hidden, lora, torch.tensor([token]))[0]
+        logprob = torch.log_softmax(alone, 0)[targets[token, 0]]
+        if dtype == torch.bfloat16:
+            assert torch.equal(alone, whole[token])
+        assert (alone - whole[token]).abs().max() <= 1e-5
+        assert (logprob - logprobs[token, 0]).abs() <= 1e-5
+    for chunk_tokens in (1, 3, 16):
+        again = head.logprobs(hidden, targets, lora, chunk_tokens=chunk_tokens).logprobs_TK
+        if dtype == torch.bfloat16:
+            assert torch.equal(again, logprobs)
+        assert (again - logprobs).abs().max() <= 1e-5
+
+
+def test_bf16_gradients_are_near_autograd_in_float64() -> None:
+    torch.manual_seed(0)
+    bank, head = make_bank(torch.bfloat16), make_head(torch.bfloat16)
+    hidden, targets = torch.randn(TOKENS, D).bfloat16(), torch.randint(0, V, (TOKENS, 1))
+    out = head.logprobs(hidden, targets, make_pass(bank), lambda _, logprobs: -torch.ones_like(logprobs))
+    hidden64 = hidden.double().requires_grad_()
+    logits, leaves = reference(head, bank, hidden64)
+    torch.log_softmax(logits, dim=1).gather(1, targets).sum().neg().backward()
+    assert out.dhidden_TD is not None
+    assert hidden64.grad is not None
+    assert (out.dhidden_TD - hidden64.grad).norm() <= 0.03 * hidden64.grad.norm()
+    got = [p for i in range(3) for p in bank.export(bank.gradient(f"m{i}"), bank[f"m{i}"].lora).values()]
+    for part, leaf in zip(got, leaves, strict=True):
+        assert leaf.grad is not None
+        assert (part - leaf.grad).norm() <= 0.03 * leaf.grad.norm()
+
+
+def test_nan_of_one_token_with_zero_dloss_comes_back_as_zero() -> None:
+    bank, head = make_bank(), make_head()
+    hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (TOKENS, 1))
+
+    def loss(_: slice, logprobs_CK: torch.Tensor) -> torch.Tensor:
+        return torch.where(logprobs_CK.isfinite(), -1.0, 0.0)
+
+    clean = head.logprobs(hidden, targets, make_pass(bank), loss).dhidden_TD
+    gradients = [bank.gradient(f"m{i}").clone() for i in range(3)]
+    for index in range(3):
+        bank.gradient(f"m{index}").zero_()
+    bad = hidden.clone()
+    bad[30] = float("nan")
+    out = head.logprobs(bad, targets, make_pass(bank), loss)
+    assert clean is not None
+    assert out.dhidden_TD is not None
+    assert out.logprobs_TK[30].isnan().all()
+    assert out.dhidden_TD[30].count_nonzero() == 0
+    others = torch.arange(TOKENS) != 30
+    assert torch.equal(out.dhidden_TD[others], clean[others])
+    assert torch.equal(bank.gradient("m0"), gradients[0])
+    assert bank.gradient("m2").isfinite().all()
+
+
+def test_chunks_without_a_loss_push_nothing_back() -> None:
+    bank, head = make_bank(), make_head()
+    hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (TOKENS, 1))
+
+    def loss(tokens: slice, logprobs_CK: torch.Tensor) -> torch.Tensor | None:
+        return None if tokens.start < 30 else torch.zeros_like(logprobs_CK)
+
+    out = head.logprobs(hidden, targets, make_pass(bank), loss, chunk_tokens=10)
+    assert out.dhidden_TD is not None
+    assert out.dhidden_TD.count_nonzero() == 0
+    assert all(bank.gradient(f"m{i}").count_nonzero() == 0 for i in range(3))
+    assert head.logprobs(hidden, targets, make_pass(bank)).dhidden_TD is None
+
+
+def test_a_head_that_adapters_cannot_change() -> None:
+    bank, weight = make_bank(), torch.randn(V, D)
+    hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (TOKENS, 1))
+    head = Head(weight, site_index=None)
+    out = head.logprobs(hidden, targets, make_pass(bank), lambda _, logprobs: torch.ones_like(logprobs))
+    assert_close(out.logprobs_TK, torch.log_softmax(hidden @ weight.T, 1).gather(1, targets))
+    assert all(bank.gradient(f"m{i}").count_nonzero() == 0 for i in range(3))

@@ -1,0 +1,373 @@
+"""The packed products against plain autograd over dense float64 weights, one adapter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from descant.errors import ServerError
+from descant.model.bank import AdapterBank, LoraSite
+from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear
+from descant.model.passes import Pass, Segment
+from descant.types import LoraConfig
+
+torch.set_num_threads(1)
+
+IN, OUT, TOKENS = 24, 40, 60
+SITES = (
+    LoraSite(name="layers.0.q_proj", group="attn", in_features=IN, out_features=OUT),
+    LoraSite(name="layers.0.down_proj", group="mlp", in_features=OUT, out_features=IN),
+)
+RANKS = (1, 4, 8, 16, 32, 64, 256)
+
+
+def make_bank(dtype: torch.dtype = torch.float32, ranks: Sequence[int] = RANKS, **flags: bool) -> AdapterBank:
+    """One adapter a rank, ``m0``, ``m1`` …, with weights that are zero nowhere but in the tail."""
+    bank = AdapterBank(SITES, device=torch.device("cpu"), dtype=dtype)
+    for index, rank in enumerate(ranks):
+        bank.create(f"m{index}", LoraConfig(rank=rank, seed=index, **flags))
+        randomise(bank, f"m{index}", seed=index)
+    return bank
+
+
+def randomise(bank: AdapterBank, model_id: str, seed: int) -> None:
+    lora = bank[model_id].lora
+    generator = torch.Generator().manual_seed(seed)
+    parts = bank.export(bank.weights(model_id), lora)
+    random = {name: torch.randn(part.shape, generator=generator) * 0.3 for name, part in parts.items()}
+    bank.import_row(random, lora, bank.weights(model_id))
+    bank.refresh_work(model_id)
+
+
+def make_layers(dtype: torch.dtype = torch.float32) -> tuple[nn.Sequential, LoraChannel]:
+    torch.manual_seed(1)
+    channel = LoraChannel()
+    bases = [nn.Linear(IN, OUT), nn.Linear(OUT, IN, bias=False)]
+    layers = [
+        MultiLoraLinear(base.to(dtype).requires_grad_(False), index, site, channel)
+        for index, (base, site) in enumerate(zip(bases, SITES, strict=True))
+    ]
+    return nn.Sequential(layers[0], nn.SiLU(), layers[1]), channel
+
+
+def segment(bank: AdapterBank, model_id: str, start: int, end: int, gradient: int | None = -1) -> Segment:
+    """``gradient`` -1: the adapter's own row."""
+    own = bank[model_id].slot
+    return Segment(start=start, end=end, row=bank.row(model_id), gradient=own if gradient == -1 else gradient)
+
+
+def mixed_pass(bank: AdapterBank) -> Pass:
+    """All ranks, tokens without an adapter before, between and after, and segments of one token."""
+    bounds = [(2, 10), (10, 11), (11, 20), (25, 33), (33, 40), (40, 47), (47, 56)]
+    return Pass(seq_lens=(TOKENS,), segments=tuple(segment(bank, f"m{i}", lo, hi) for i, (lo, hi) in enumerate(bounds)))
+
+
+class Dense:
+    """The reference: every segment by itself, float64, ordinary modules and autograd."""
+
+    def __init__(self, bank: AdapterBank, layers: nn.Sequential, pass_: Pass, owners: Sequence[str]):
+        self.layers, self.pass_, self.owners = layers, pass_, owners
+        self.parts = [
+            {name: part.double().requires_grad_() for name, part in bank.export(bank.weights(m), bank[m].lora).items()}
+            for m in owners
+        ]
+        self.scales = [32 / bank[m].lora.rank for m in owners]
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        y_TO = x_TI
+        for layer in self.layers:
+            if not isinstance(layer, MultiLoraLinear):
+                y_TO = layer(y_TO)
+                continue
+            bias = None if layer.bias is None else layer.bias.double()
+            pieces, end = [], 0
+            base_TO = F.linear(y_TO, layer.weight_OI.double(), bias)
+            for part, scale, seg in zip(self.parts, self.scales, self.pass_.segments, strict=True):
+                pieces.append(base_TO[end : seg.start])
+                end = seg.end
+                a = part.get(f"base_model.model.{layer.site.name}.lora_A.weight")
+                b = part.get(f"base_model.model.{layer.site.name}.lora_B.weight")
+                piece = base_TO[seg.start : seg.end]
+                pieces.append(piece if a is None else piece + scale * (y_TO[seg.start : seg.end] @ a.T @ b.T))
+            y_TO = torch.cat([*pieces, base_TO[end:]])
+        return y_TO
+
+
+def run(layers: nn.Sequential, channel: LoraChannel, lora: LoraPass | None, x_TI: torch.Tensor) -> torch.Tensor:
+    channel.current = lora
+    try:
+        return layers(x_TI[None])[0]
+    finally:
+        channel.current = None
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str = "") -> None:
+    difference = (got.double() - want.double()).abs().max().item()
+    assert difference <= tolerance * max(want.abs().max().item(), 1e-6), f"{what}: {difference}"
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+@pytest.mark.parametrize("wants_dx", [True, False])
+def test_outputs_and_gradients_equal_autograd(products: str, wants_dx: bool) -> None:
+    bank, (layers, channel) = make_bank(), make_layers()
+    pass_, owners = mixed_pass(bank), [f"m{i}" for i in range(len(RANKS))]
+    x = torch.randn(TOKENS, IN).requires_grad_(wants_dx)
+    dy = torch.randn(TOKENS, IN)
+
+    y = run(layers, channel, LoraPass.of(pass_, bank, products=products), x)  # type: ignore[arg-type]
+    y.backward(dy)
+
+    dense, x64 = Dense(bank, layers, pass_, owners), x.detach().double().requires_grad_()
+    want = dense(x64)
+    want.backward(dy.double())
+    assert_close(y.detach(), want.detach(), 1e-5, "y")
+    if wants_dx:
+        assert_close(x.grad, x64.grad, 1e-5, "dX")
+    for owner, part in zip(owners, dense.parts, strict=True):
+        got = bank.export(bank.gradient(owner), bank[owner].lora)
+        for name, leaf in part.items():
+            assert_close(got[name], leaf.grad, 2e-5, f"{owner} {name}")
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+def test_bf16_gradients_are_near_autograd_in_float64(products: str) -> None:
+    bank, (layers, channel) = make_bank(torch.bfloat16), make_layers(torch.bfloat16)
+    pass_, owners = mixed_pass(bank), [f"m{i}" for i in range(len(RANKS))]
+    x, dy = torch.randn(TOKENS, IN).bfloat16(), torch.randn(TOKENS, IN).bfloat16()
+    run(layers, channel, LoraPass.of(pass_, bank, products=products), x).backward(dy)  # type: ignore[arg-type]
+    dense = Dense(bank, layers, pass_, owners)
+    dense(x.double()).backward(dy.double())
+    for owner, part in zip(owners, dense.parts, strict=True):
+        got = bank.export(bank.gradient(owner), bank[owner].lora)
+        for name, leaf in part.items():
+            assert (got[name] - leaf.grad).norm() <= 0.03 * leaf.grad.norm(), f"{owner} {name}"
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+def test_padding_of_rank_classes_stays_exactly_zero(products: str) -> None:
+    bank, (layers, channel) = make_bank(ranks=(1, 4, 5, 9, 33)), make_layers()
+    bounds = [(0, 9), (9, 17), (17, 30), (30, 44), (44, 60)]
+    segments = tuple(segment(bank, f"m{i}", lo, hi) for i, (lo, hi) in enumerate(bounds))
+    lora = LoraPass.of(Pass(seq_lens=(TOKENS,), segments=segments), bank, products=products)  # type: ignore[arg-type]
+    run(layers, channel, lora, torch.randn(TOKENS, IN)).backward(torch.randn(TOKENS, IN))
+    for index in range(5):
+        gradient, config = bank.gradient(f"m{index}"), bank[f"m{index}"].lora
+        assert gradient.count_nonzero() > 0
+        back = torch.full_like(gradient, 7.0)
+        bank.import_row(bank.export(gradient, config), config, back)
+        assert torch.equal(gradient, back), "something lies outside the adapter's true rank"
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+def test_without_a_gradient_slot_a_segment_only_passes_gradient_on(products: str) -> None:
+    bank, (layers, channel) = make_bank(ranks=(8, 8, 8)), make_layers()
+    bounds, dy = [(0, 20), (20, 40), (40, 60)], torch.randn(TOKENS, IN)
+
+    def backward(silent: int | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        for i in range(3):
+            bank.gradient(f"m{i}").zero_()
+        segments = tuple(
+            segment(bank, f"m{i}", lo, hi, None if i == silent else -1) for i, (lo, hi) in enumerate(bounds)
+        )
+        lora = LoraPass.of(Pass(seq_lens=(TOKENS,), segments=segments), bank, products=products)  # type: ignore[arg-type]
+        x_TI = torch.ones(TOKENS, IN, requires_grad=True)
+        run(layers, channel, lora, x_TI).backward(dy)
+        assert x_TI.grad is not None
+        return x_TI.grad, [bank.gradient(f"m{i}").clone() for i in range(3)]
+
+    dx, all_three = backward(None)
+    dx_silent, two = backward(1)
+    assert torch.equal(dx, dx_silent)
+    assert torch.equal(all_three[0], two[0])
+    assert torch.equal(all_three[2], two[2])
+    assert all_three[1].count_nonzero() > 0
+    assert two[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+def test_one_adapter_with_two_gradients(products: str) -> None:
+    bank, (layers, channel) = make_bank(ranks=(4, 8)), make_layers()
+    scratch = bank.take_scratch(8)
+    x, dy = torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    two = (segment(bank, "m0", 0, 25), segment(bank, "m0", 25, 40, scratch), segment(bank, "m1", 40, 60))
+    lora = LoraPass.of(Pass(seq_lens=(TOKENS,), segments=two), bank, products=products)  # type: ignore[arg-type]
+    run(layers, channel, lora, x).backward(dy)
+    own, other = bank.gradient("m0").clone(), bank.gradient_row(8, scratch).clone()
+
+    for want, (lo, hi) in ((own, (0, 25)), (other, (25, 40))):
+        bank.gradient("m0").zero_()
+        alone = Pass(seq_lens=(hi - lo,), segments=(segment(bank, "m0", 0, hi - lo),))
+        run(layers, channel, LoraPass.of(alone, bank), x[lo:hi]).backward(dy[lo:hi])
+        assert_close(bank.gradient("m0"), want, 1e-5)
+
+
+def test_the_shared_pass_equals_one_segment_at_a_time() -> None:
+    bank, (layers, channel) = make_bank(), make_layers()
+    pass_, x, dy = mixed_pass(bank), torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    packed = run(layers, channel, LoraPass.of(pass_, bank), x)
+    packed.backward(dy)
+    gradients = {f"m{i}": bank.gradient(f"m{i}").clone() for i in range(len(RANKS))}
+    for index, seg in enumerate(pass_.segments):
+        name, tokens = f"m{index}", slice(seg.start, seg.end)
+        bank.gradient(name).zero_()
+        length = seg.end - seg.start
+        alone = Pass(seq_lens=(length,), segments=(segment(bank, name, 0, length),))
+        y = run(layers, channel, LoraPass.of(alone, bank), x[tokens])
+        y.backward(dy[tokens])
+        assert_close(y.detach(), packed[tokens].detach(), 1e-5)
+        assert_close(bank.gradient(name), gradients[name], 1e-5, name)
+    without = run(layers, channel, None, x)
+    bare = torch.tensor([all(not s.start <= t < s.end for s in pass_.segments) for t in range(TOKENS)])
+    assert torch.equal(without[bare], packed.detach()[bare])
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+def test_nan_in_one_adapter_stays_with_its_owner(products: str) -> None:
+    bank, (layers, channel) = make_bank(ranks=(8, 8, 8)), make_layers()
+    bounds, x, dy = [(0, 20), (20, 40), (40, 55)], torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    segments = tuple(segment(bank, f"m{i}", lo, hi) for i, (lo, hi) in enumerate(bounds))
+
+    def outcome() -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        for i in range(3):
+            bank.gradient(f"m{i}").zero_()
+        x_TI = x.clone().requires_grad_()
+        lora = LoraPass.of(Pass(seq_lens=(TOKENS,), segments=segments), bank, products=products)  # type: ignore[arg-type]
+        y = run(layers, channel, lora, x_TI)
+        y.backward(dy)
+        assert x_TI.grad is not None
+        return y.detach(), x_TI.grad, {f"m{i}": bank.gradient(f"m{i}").clone() for i in range(3)}
+
+    clean_y, clean_dx, clean = outcome()
+    bank.weights("m1").fill_(float("nan"))
+    bank.refresh_work("m1")
+    y, dx, gradients = outcome()
+    assert y[20:40].isnan().all()
+    for tokens in (slice(0, 20), slice(40, 60)):
+        assert torch.equal(y[tokens], clean_y[tokens])
+        assert torch.equal(dx[tokens], clean_dx[tokens])
+    for name in ("m0", "m2"):
+        assert torch.equal(gradients[name], clean[name])
+
+
+def test_other_rows_may_be_written_between_forward_and_backward() -> None:
+    bank, (layers, channel) = make_bank(ranks=(8, 8)), make_layers()
+    pass_ = Pass(seq_lens=(TOKENS,), segments=(segment(bank, "m0", 0, TOKENS),))
+    x, dy = torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    run(layers, channel, LoraPass.of(pass_, bank), x).backward(dy)
+    want = bank.gradient("m0").clone()
+
+    bank.gradient("m0").zero_()
+    y = run(layers, channel, LoraPass.of(pass_, bank), x)
+    randomise(bank, "m1", seed=9)
+    bank.gradient("m1").fill_(3.0)
+    bank.delete("m1")
+    y.backward(dy)
+    assert torch.equal(bank.gradient("m0"), want)
+
+
+def test_rows_made_and_used_under_inference_mode_can_train() -> None:
+    layers, channel = make_layers()
+    with torch.inference_mode():
+        bank = make_bank(ranks=(8,))
+        lora = LoraPass.of(Pass(seq_lens=(5,), segments=(segment(bank, "m0", 0, 5),)), bank)
+        run(layers, channel, lora, torch.randn(5, IN))
+    pass_ = Pass(seq_lens=(TOKENS,), segments=(segment(bank, "m0", 0, TOKENS),))
+    run(layers, channel, LoraPass.of(pass_, bank), torch.randn(TOKENS, IN)).sum().backward()
+    assert bank.gradient("m0").count_nonzero() > 0
+
+
+@pytest.mark.parametrize("flags", [{"train_attn": False}, {"train_mlp": False}], ids=["mlp only", "attn only"])
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+def test_sites_that_an_adapter_does_not_train(products: str, flags: dict[str, bool]) -> None:
+    bank, (layers, channel) = make_bank(ranks=(8, 4), **flags), make_layers()
+    bank.create("all", LoraConfig(rank=8))
+    randomise(bank, "all", seed=5)
+    segments = (segment(bank, "m0", 0, 20), segment(bank, "all", 20, 30), segment(bank, "m1", 30, 60))
+    pass_, x, dy = Pass(seq_lens=(TOKENS,), segments=segments), torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    y = run(layers, channel, LoraPass.of(pass_, bank, products=products), x)  # type: ignore[arg-type]
+    y.backward(dy)
+    owners = ["m0", "all", "m1"]
+    dense = Dense(bank, layers, pass_, owners)
+    want = dense(x.double())
+    want.backward(dy.double())
+    assert_close(y.detach(), want.detach(), 1e-5)
+    for owner, part in zip(owners, dense.parts, strict=True):
+        row = torch.zeros_like(bank.gradient(owner))
+        bank.import_row({name: leaf.grad for name, leaf in part.items()}, bank[owner].lora, row)  # type: ignore[misc]
+        assert_close(bank.gradient(owner), row, 1e-5, owner)
+
+
+def test_transposed_base() -> None:
+    bank = make_bank(ranks=(8,))
+    base = Conv1D(OUT, IN).requires_grad_(False)
+    nn.init.normal_(base.bias)
+    straight = nn.Linear(IN, OUT).requires_grad_(False)
+    straight.weight.copy_(base.weight.t())
+    straight.bias.copy_(base.bias)
+    x, dy, seen = torch.randn(9, IN), torch.randn(9, OUT), []
+    for module in (base, straight):
+        bank.gradient("m0").zero_()
+        channel = LoraChannel()
+        layer = MultiLoraLinear(module, 0, SITES[0], channel)
+        channel.current = LoraPass.of(Pass(seq_lens=(9,), segments=(segment(bank, "m0", 2, 9),)), bank)
+        x_TI = x.clone().requires_grad_()
+        y = layer(x_TI)
+        y.backward(dy)
+        seen.append((y.detach(), x_TI.grad, bank.gradient("m0").clone()))
+    for got, want in zip(*seen, strict=True):
+        assert_close(got, want, 1e-6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 31])
+def test_bf16_rows_do_not_depend_on_their_neighbours(num_rows: int) -> None:
+    bank, (layers, channel) = make_bank(torch.bfloat16, ranks=(3,)), make_layers(torch.bfloat16)
+    x = torch.randn(TOKENS, IN).bfloat16()
+    with torch.no_grad():
+        pass_ = Pass(seq_lens=(TOKENS,), segments=(segment(bank, "m0", 0, TOKENS),))
+        whole = run(layers, channel, LoraPass.of(pass_, bank), x)
+        pass_ = Pass(seq_lens=(num_rows,), segments=(segment(bank, "m0", 0, num_rows),))
+        part = run(layers, channel, LoraPass.of(pass_, bank), x[7 : 7 + num_rows])
+    assert torch.equal(whole[7 : 7 + num_rows], part)
+
+
+def test_no_adapter_no_pass_and_nothing_recorded() -> None:
+    bank, (layers, channel) = make_bank(ranks=(8,)), make_layers()
+    assert LoraPass.of(Pass(seq_lens=(5,)), bank) is None
+    assert LoraPass.of(Pass(seq_lens=(5,), segments=(segment(bank, "m0", 2, 2),)), bank) is None
+    assert not run(layers, channel, None, torch.randn(5, IN)).requires_grad
+    lora = LoraPass.of(Pass(seq_lens=(5,), segments=(segment(bank, "m0", 0, 5),)), bank)
+    with torch.no_grad():
+        assert not run(layers, channel, lora, torch.randn(5, IN)).requires_grad
+    assert run(layers, channel, lora, torch.randn(5, IN)).requires_grad
+
+
+def test_segments_that_overlap_or_name_a_free_row_are_refused() -> None:
+    bank = make_bank(ranks=(8, 8))
+    overlapping = (segment(bank, "m0", 0, 4), segment(bank, "m1", 3, 5))
+    with pytest.raises(ServerError, match=r"segments\[1\] is 3:5 after 4"):
+        LoraPass.of(Pass(seq_lens=(5,), segments=overlapping), bank)
+    beyond = segment(bank, "m0", 0, 6)
+    with pytest.raises(ServerError, match="in a pass of 5"):
+        LoraPass.of(Pass(seq_lens=(5,), segments=(beyond,)), bank)
+    bank.delete("m0")
+    with pytest.raises(ServerError, match="holds no adapter"):
+        LoraPass.of(Pass(seq_lens=(6,), segments=(beyond,)), bank)
+
+
+def test_a_selection_keeps_each_token_with_its_adapter() -> None:
+    bank = make_bank(ranks=(8, 4))
+    segments = (segment(bank, "m0", 2, 6), segment(bank, "m1", 6, 9))
+    lora = LoraPass.of(Pass(seq_lens=(12,), segments=segments), bank)
+    assert lora is not None
+    chosen = lora.select([0, 2, 5, 8, 10])
+    assert chosen is not None
+    assert [(s.start, s.end, s.work) for s in chosen.segments] == [
+        (1, 3, bank["m0"].work),
+        (3, 4, bank["m1"].work),
+    ]
+    assert lora.select([0, 1, 10]) is None
