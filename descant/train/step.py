@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
-    """``gradient``: its slot, the adapter's own or (``scratch``) one that is only this request's; None: forward only."""
+    """``gradient``: its slot, the adapter's own or (``scratch``) one of this request alone; None: forward only."""
 
     command: ForwardBackward
     config: Mapping[str, float]
@@ -295,7 +295,7 @@ class Learner:
             pass_ = Pass(seq_lens=packed.seq_lens, segments=packed.segments)
             hidden_TD, lora = self._model.trunk(packed.tokens_T, packed.positions_T, pass_)
             head = self._model.head.logprobs(hidden_TD, packed.targets_TK, lora, loss=chunk_loss if backward else None)
-            if head.dhidden_TD is not None:
+            if head.dhidden_TD is not None and hidden_TD.requires_grad:  # not with adapters on the unembedding only
                 hidden_TD.backward(head.dhidden_TD)
         if not backward:
             chunk_loss(slice(0, len(loss_T)), head.logprobs_TK)
