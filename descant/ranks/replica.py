@@ -1,0 +1,557 @@
+"""The server's side of a replica: ``Trainer`` and ``Engine`` over a channel to the rank that does the work.
+
+    replica = await Replica.start(RankSpec(model="smollm2", settings=RankSettings()), on_death=...)
+    future = replica.submit(command)
+    …
+    await replica.restart()      # after a death: a new rank under the same object; its models and versions are gone
+    await replica.close()
+
+The rank is a process of its own, so that a crash of torch never takes the server down; no torch is imported here. Its
+death is noticed at once (the channel closes); a rank that hangs in a turn is ended after ``turn_timeout_s``. Either way
+everything pending fails with ``RankDied``, which names the rank, how it ended and what it ran.
+
+Must be used on one event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from descant.errors import DescantError, RankDied, ServerError
+from descant.ranks.channel import LENGTH, Board, encode
+from descant.ranks.messages import (
+    Cancel,
+    Drop,
+    Failed,
+    Finished,
+    FromRank,
+    Publish,
+    Ready,
+    Release,
+    Sample,
+    Sampled,
+    SampleEnded,
+    Save,
+    StartFailed,
+    Starting,
+    Stop,
+    Submit,
+    ToRank,
+)
+from descant.ranks.settings import RankSettings, RankSpec
+from descant.types import (
+    Command,
+    EngineCapabilities,
+    ForwardBackward,
+    Manifest,
+    ModelFacts,
+    Result,
+    SampleDelta,
+    SampleRequest,
+    SnapshotRef,
+    Version,
+    input_length,
+)
+
+if TYPE_CHECKING:
+    from descant.ranks.loop import Executor
+
+__all__ = ["RankSettings", "RankSpec", "Replica"]
+
+log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+WATCH_INTERVAL_S = 1.0
+KEPT_LINES = 40
+
+Phase = Callable[[str], None]
+
+
+class _Link(Protocol):
+    """A started rank, whatever it runs in."""
+
+    board: Board
+
+    def send(self, message: ToRank) -> None: ...
+    def kill(self) -> None: ...
+    async def ended(self) -> str:
+        """Waits until the rank has ended; how, in words ("exited with code 1")."""
+        ...
+
+    def last_lines(self) -> str: ...
+    def is_stopped(self) -> bool:
+        """Whether a signal holds it (SIGSTOP), so that it will answer nothing."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what outlives the rank."""
+        ...
+
+
+@dataclass(slots=True)
+class _Call:
+    """Something that awaits one answer. ``command`` for those that count as work ahead."""
+
+    future: asyncio.Future[Any]
+    what: str
+    model_id: str | None = None
+    tokens: int = 0
+
+
+class Replica:
+    """Made by ``start`` or ``in_process``."""
+
+    def __init__(self, name: str, launch: Callable[[Replica], Any], settings: RankSettings, on_death: OnDeath | None):
+        self.name = name
+        self.facts: ModelFacts
+        self.capabilities: EngineCapabilities
+        self._launch = launch
+        self._settings = settings
+        self._on_death = on_death
+        self._link: _Link | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Ready] | None = None
+        self._phase = "starting the process"
+        self._died: RankDied | None = None
+        self._closing = False
+        self._num_calls = 0
+        self._calls: dict[int, _Call] = {}
+        self._samples: dict[str, asyncio.Queue[SampleDelta | SampleEnded]] = {}
+
+    # ------------------------------------------------------------------------------------------------ life
+    @classmethod
+    async def start(cls, spec: RankSpec, *, on_phase: Phase | None = None, on_death: OnDeath | None = None) -> Replica:
+        """Starts a rank's process and waits until it serves. Raises the rank's own ``UserError`` for a model that
+        cannot be served, ``ServerError`` naming the phase when it died or was not ready in ``start_timeout_s``.
+
+        ``on_phase`` is told each step of the start. ``on_death`` is called once per death, after all that was pending
+        has failed; it may schedule ``restart``."""
+        replica = cls(spec.model, lambda self: _Process.start(spec, self._receive), spec.settings, on_death)
+        await replica._start(on_phase)
+        return replica
+
+    @classmethod
+    async def in_process(
+        cls,
+        build: Callable[[Phase], Executor],
+        settings: RankSettings | None = None,
+        *,
+        on_death: OnDeath | None = None,
+    ) -> Replica:
+        """The same turn loop in a thread of this process, for tests and debugging. ``build`` runs in that thread."""
+        settings = settings or RankSettings()
+        replica = cls("in process", lambda self: _Thread.start(build, settings, self._receive), settings, on_death)
+        await replica._start(None)
+        return replica
+
+    async def restart(self, *, on_phase: Phase | None = None) -> None:
+        """A new rank after a death. Models, snapshots and published versions of the old one are gone."""
+        if self._link is not None:
+            raise ServerError(f"the rank of {self.name} is running, there is nothing to restart")
+        await self._start(on_phase)
+
+    async def close(self) -> None:
+        """Ends the rank within seconds; what is pending fails. Idempotent."""
+        self._closing = True
+        link, watch = self._link, self._watch
+        if link is None or watch is None:
+            return
+        with contextlib.suppress(OSError):
+            link.send(Stop())
+        _, pending = await asyncio.wait([watch], timeout=CLOSE_TIMEOUT_S)
+        if pending:
+            link.kill()
+            await asyncio.wait([watch], timeout=CLOSE_TIMEOUT_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._link is not None and self._died is None
+
+    @property
+    def pid(self) -> int | None:
+        """The rank's process; None in process, or when there is none."""
+        return self._link.process.pid if isinstance(self._link, _Process) else None
+
+    async def _start(self, on_phase: Phase | None) -> None:
+        loop = asyncio.get_running_loop()
+        self._on_phase = on_phase
+        self._ready = loop.create_future()
+        self._phase = "starting the process"
+        self._link = await self._launch(self)
+        self._died = None
+        self._watch = asyncio.create_task(self._watch_link(self._link))
+        try:
+            ready = await asyncio.wait_for(asyncio.shield(self._ready), self._settings.start_timeout_s)
+        except TimeoutError:
+            phase = self._phase
+            await self._give_up()
+            raise ServerError(
+                f"the rank of {self.name} was not ready after {self._settings.start_timeout_s:g} s: it was {phase}"
+            ) from None
+        except BaseException:
+            await self._give_up()
+            raise
+        self.facts, self.capabilities = ready.facts, ready.capabilities
+
+    async def _give_up(self) -> None:
+        if self._link is not None and self._watch is not None:
+            self._link.kill()
+            await asyncio.wait([self._watch], timeout=CLOSE_TIMEOUT_S)
+
+    async def _watch_link(self, link: _Link) -> None:
+        """Until the rank has ended; then everything pending fails. Ends a rank that hangs in a turn."""
+        ended = asyncio.create_task(link.ended())
+        turn, since, stopped, how = -1, 0.0, 0, ""
+        now = asyncio.get_running_loop().time
+        while not ended.done():
+            await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
+            number, runs = link.board.read()
+            if number != turn or not (runs or self._calls or self._samples):
+                turn, since = number, now()
+            stopped = stopped + 1 if link.is_stopped() else 0
+            if how or ended.done():
+                continue
+            if now() - since > self._settings.turn_timeout_s:
+                how = f"was ended, having been silent for {self._settings.turn_timeout_s:g} s"
+                link.kill()
+            elif stopped > 1:
+                how = "was ended, having been stopped by a signal"
+                link.kill()
+        how = how or ended.result()
+        _, runs = link.board.read()
+        if self._ready is not None and not self._ready.done():
+            runs = self._phase
+        self._bury(link, how, runs)
+
+    def _bury(self, link: _Link, how: str, runs: str) -> None:
+        served = self._ready is not None and self._ready.done() and self._ready.exception() is None
+        message = f"the rank of {self.name} {how}" + (f" while it ran: {runs}" if runs else ", idle")
+        died = self._died = RankDied(message)
+        self._link = None
+        link.close()
+        if self._ready is not None and not self._ready.done():
+            lines = link.last_lines()
+            self._ready.set_exception(ServerError(message + (f"; its last lines:\n{lines}" if lines else "")))
+            self._ready.exception()  # whoever waited may have given up
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.future.done():
+                call.future.set_exception(RankDied(message))
+        for request_id, deltas in self._samples.items():
+            deltas.put_nowait(SampleEnded(request_id=request_id, error=RankDied(message)))
+        if self._closing:
+            return
+        log.error("%s; its last lines:\n%s", message, link.last_lines())
+        if self._on_death is not None and served:
+            self._on_death(died)
+
+    # ------------------------------------------------------------------------------------------------ messages
+    def _send(self, message: ToRank) -> None:
+        if self._link is None or self._died is not None:
+            raise RankDied(str(self._died or f"the rank of {self.name} is not running"))
+        self._link.send(message)
+
+    def _call(self, make: Callable[[int], ToRank], what: str, **work: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._num_calls += 1
+        call = self._num_calls
+        try:
+            self._send(make(call))
+        except DescantError as error:
+            future.set_exception(error)
+        except Exception as error:
+            log.exception("a message could not be sent")
+            future.set_exception(ServerError(f"{what} could not be sent to the rank: {type(error).__name__}"))
+        else:
+            self._calls[call] = _Call(future, what, **work)
+        return future
+
+    def _receive(self, message: FromRank) -> None:
+        match message:
+            case Finished(call=call, result=result):
+                if (found := self._calls.pop(call, None)) is not None and not found.future.done():
+                    found.future.set_result(result)
+            case Failed(call=call, error=error):
+                if (found := self._calls.pop(call, None)) is not None and not found.future.done():
+                    found.future.set_exception(error)
+            case Sampled(delta=delta):
+                if (deltas := self._samples.get(delta.request_id)) is not None:
+                    deltas.put_nowait(delta)
+            case SampleEnded(request_id=request_id):
+                if (deltas := self._samples.get(request_id)) is not None:
+                    deltas.put_nowait(message)
+            case Starting(phase=phase):
+                self._phase = phase
+                if self._on_phase is not None:
+                    self._on_phase(phase)
+            case Ready():
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_result(message)
+            case StartFailed(error=error):
+                if self._ready is not None and not self._ready.done():
+                    self._ready.set_exception(error)
+
+    # ------------------------------------------------------------------------------------------------ Trainer
+    def submit(self, command: Command) -> asyncio.Future[Result]:
+        tokens = 0
+        if isinstance(command, ForwardBackward):
+            tokens = sum(input_length(datum.model_input) for datum in command.data)
+        return self._call(
+            lambda call: Submit(call=call, command=command),
+            type(command).__name__,
+            model_id=command.model_id,
+            tokens=tokens,
+        )
+
+    async def save(self, ref: SnapshotRef, dest: str) -> Manifest:
+        return cast(Manifest, await self._call(lambda call: Save(call=call, ref=ref, dest=dest), "a save"))
+
+    async def drop(self, ref: SnapshotRef) -> None:
+        if self.alive:  # a dead rank holds nothing
+            await self._call(lambda call: Drop(call=call, ref=ref), "a drop")
+
+    # ------------------------------------------------------------------------------------------------ Engine
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        if request.request_id in self._samples:
+            raise ServerError(f"request {request.request_id!r} runs already")
+        deltas: asyncio.Queue[SampleDelta | SampleEnded] = asyncio.Queue()
+        self._samples[request.request_id] = deltas
+        ended = False
+        try:
+            self._send(Sample(request=request))
+            while True:
+                message = await deltas.get()  # ends with the rank at the latest, and that within ``turn_timeout_s``
+                if isinstance(message, SampleEnded):
+                    ended = True
+                    if message.error is not None:
+                        raise message.error
+                    return
+                yield message
+        finally:
+            del self._samples[request.request_id]
+            if not ended and self.alive:
+                self._send(Cancel(request_id=request.request_id))
+
+    async def publish(self, ref: SnapshotRef) -> None:
+        await self._call(lambda call: Publish(call=call, ref=ref), "a publication")
+
+    async def release(self, version: Version) -> None:
+        if self.alive:
+            await self._call(lambda call: Release(call=call, version=version), "a release")
+
+    async def cancel(self, request_id: str) -> None:
+        if self.alive and request_id in self._samples:
+            self._send(Cancel(request_id=request_id))
+
+    # ------------------------------------------------------------------------------------------------ Progress
+    def describe(self, model_id: str) -> str:
+        """A sentence for whoever waits on this model: what runs now and how much is ahead. Costs no message."""
+        if self._link is None or self._died is not None:
+            return str(self._died or f"the rank of {self.name} is not running")
+        _, runs = self._link.board.read()
+        own = [call for call in self._calls.values() if call.model_id == model_id]
+        others = sum(call.tokens for call in self._calls.values() if call.model_id not in (None, model_id))
+        tokens = sum(call.tokens for call in own)
+        sampling = f", {len(self._samples)} sample requests" if self._samples else ""
+        return (
+            f"now running {runs or 'nothing'}; waiting: {len(own)} commands of this model with {tokens} training "
+            f"tokens, {others} tokens of other models{sampling}"
+        )
+
+
+OnDeath = Callable[[RankDied], None]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A rank in a process
+
+
+class _Process:
+    def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter, board: Board):
+        self.process = process
+        self.board = board
+        self._writer = writer
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._channel: asyncio.Task[None]
+        self._output: asyncio.Task[None]
+
+    @classmethod
+    async def start(cls, spec: RankSpec, receive: Callable[[FromRank], None]) -> _Process:
+        ours, theirs = socket.socketpair()
+        board = Board()
+        root = str(Path(__file__).parents[2])
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
+        env["PYTHONUNBUFFERED"] = "1"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "descant.ranks.rank_main"),
+                *map(str, (theirs.fileno(), board.fd, os.getpid())),
+                pass_fds=(theirs.fileno(), board.fd),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=env,
+            )
+        except BaseException:
+            ours.close()
+            board.close()
+            raise
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        link = cls(process, writer, board)
+        writer.write(encode(spec))
+        link._channel = asyncio.create_task(link._read(reader, receive))
+        link._output = asyncio.create_task(link._keep_output())
+        return link
+
+    def send(self, message: ToRank) -> None:
+        self._writer.write(encode(message))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def ended(self) -> str:
+        exit_ = asyncio.create_task(self.process.wait())
+        await asyncio.wait([exit_, self._channel], return_when=asyncio.FIRST_COMPLETED)
+        # Whichever came first, the other follows; a process without its channel is of no use.
+        _, alive = await asyncio.wait([exit_], timeout=WATCH_INTERVAL_S)
+        if alive:
+            self.kill()
+        code = await exit_
+        await asyncio.wait([self._channel, self._output], timeout=WATCH_INTERVAL_S)
+        for task in (self._channel, self._output):
+            task.cancel()
+        self._writer.close()
+        pid = self.process.pid
+        if code < 0:
+            return f"(process {pid}) was killed by {signal.Signals(-code).name}"
+        return f"(process {pid}) exited with code {code}"
+
+    def last_lines(self) -> str:
+        return "\n".join(self._lines)
+
+    def is_stopped(self) -> bool:
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:  # not Linux, or just ended
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def close(self) -> None:
+        self.board.close()
+
+    async def _read(self, reader: asyncio.StreamReader, receive: Callable[[FromRank], None]) -> None:
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                receive(pickle.loads(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        except Exception:
+            log.exception("the rank's channel broke")
+
+    async def _keep_output(self) -> None:
+        assert self.process.stdout is not None
+        rest = b""
+        while chunk := await self.process.stdout.read(1 << 14):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in [*lines, *([rest] if len(rest) > 1 << 14 else [])]:
+                self._keep(line)
+            rest = rest if len(rest) <= 1 << 14 else b""
+        if rest:
+            self._keep(rest)
+
+    def _keep(self, line: bytes) -> None:
+        text = line.decode(errors="replace").rstrip()
+        self._lines.append(text)
+        logging.getLogger("descant.rank").info("%s", text)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A rank in a thread
+
+
+class _Thread:
+    def __init__(self, settings: RankSettings, receive: Callable[[FromRank], None]):
+        self.board = Board()
+        self._settings = settings
+        self._receive = receive
+        self._event_loop = asyncio.get_running_loop()
+        self._done: asyncio.Future[str] = self._event_loop.create_future()
+        self._turn_loop: Any = None
+
+    @classmethod
+    async def start(
+        cls, build: Callable[[Phase], Executor], settings: RankSettings, receive: Callable[[FromRank], None]
+    ) -> _Thread:
+        link = cls(settings, receive)
+        threading.Thread(target=link._run, args=(build,), name="descant-rank", daemon=True).start()
+        return link
+
+    def _emit(self, message: FromRank) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+            self._event_loop.call_soon_threadsafe(self._receive, message)
+
+    def _run(self, build: Callable[[Phase], Executor]) -> None:
+        from descant.ranks.loop import TurnLoop
+
+        how = "ended"
+        try:
+            executor = build(lambda text: self._emit(Starting(phase=text)))
+            self._turn_loop = TurnLoop(
+                executor,
+                emit=self._emit,
+                board=self.board,
+                microbatch_tokens=self._settings.microbatch_tokens,
+                steps_per_microbatch=self._settings.steps_per_microbatch,
+            )
+            self._emit(Ready(facts=executor.facts, capabilities=executor.capabilities))
+            self._turn_loop.run()
+        except DescantError as error:
+            self._emit(StartFailed(error=error))
+        except Exception as error:
+            log.exception("the rank's thread broke")
+            how = f"broke with {type(error).__name__}"
+        with contextlib.suppress(RuntimeError):
+            self._event_loop.call_soon_threadsafe(self._end, how)
+
+    def _end(self, how: str) -> None:
+        if not self._done.done():
+            self._done.set_result(how)
+
+    def send(self, message: ToRank) -> None:
+        if self._turn_loop is not None:
+            self._turn_loop.post(message)
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside; it is left behind, and ends with its turn."""
+        self.send(Stop())
+        self._end("was left behind")
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self._done)
+
+    def last_lines(self) -> str:
+        return ""
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """The thread may still write on its board."""
