@@ -6,6 +6,7 @@ server within ``server.graceful_stop_s``.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,7 +67,8 @@ def serve(
         check(settings)
     if not settings.models:
         raise click.UsageError("name a model to serve: smollm2, a directory, or a hub name")
-    from descant import app  # torch and the web framework load here, after what can be refused was refused
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    from descant import app  # the web framework loads here, after what can be refused was refused
 
     app.run(settings, started=_print_started)
 

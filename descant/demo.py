@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import queue
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def run_demo(model: str) -> int:
     """0 if everything that the demo is to show was shown, else 1. Raises ``DescantError``."""
     console = Console(highlight=False)
     began = time.monotonic()
+    os.environ["TINKER_TELEMETRY"] = "0"  # at exit the SDK would wait for a server that has ended
     habit_example, sums_example = _example("sft_habit"), _example("rl_sums")
     with tempfile.TemporaryDirectory(prefix="descant-demo-") as directory:
         console.print(f"Starting a server for [bold]{model}[/bold] (the first time, the model is converted once) …")

@@ -63,7 +63,7 @@ def run(
     rank: int = 8,
     progress: Progress | None = None,
 ) -> SumsResult:
-    training_client = service_client.create_lora_training_client(base_model, rank=rank, seed=2)
+    training_client = service_client.create_lora_training_client(base_model, rank=rank, seed=2).result()
     tokenizer = training_client.get_tokenizer()
     adam = types.AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
     draw = random.Random(0)
@@ -71,7 +71,7 @@ def run(
     draw.shuffle(sums)
     held_out, training = sums[:12], sums[12:]
 
-    sampling_client = training_client.save_weights_and_get_sampling_client()
+    sampling_client = training_client.save_weights_and_get_sampling_client().result()
     before, answer_before = evaluate(sampling_client, tokenizer, held_out)
     rewards: list[float] = []
     for step in range(num_steps):
@@ -93,7 +93,7 @@ def run(
             update = training_client.optim_step(adam)
             backward.result()
             update.result()
-            sampling_client = training_client.save_weights_and_get_sampling_client()
+            sampling_client = training_client.save_weights_and_get_sampling_client().result()
         rewards.append(sum(step_rewards) / len(step_rewards))
         if progress is not None:
             progress(step + 1, num_steps, rewards[-1])

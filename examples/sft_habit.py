@@ -51,7 +51,7 @@ def run(
     checkpoint_name: str = "habit",
     progress: Progress | None = None,
 ) -> HabitResult:
-    training_client = service_client.create_lora_training_client(base_model, rank=rank, seed=1)
+    training_client = service_client.create_lora_training_client(base_model, rank=rank, seed=1).result()
     tokenizer = training_client.get_tokenizer()
     chats = [json.loads(line)["messages"] for line in DATA.read_text().splitlines()]
     data = [make_datum(tokenizer, chat) for chat in chats]
@@ -74,7 +74,7 @@ def run(
     after = ask(training_client, tokenizer, QUESTION)
 
     checkpoint = training_client.save_state(checkpoint_name).result().path
-    loaded_client = service_client.create_training_client_from_state_with_optimizer(checkpoint)
+    loaded_client = service_client.create_training_client_from_state_with_optimizer(checkpoint).result()
     batch = data[:batch_size]
     went_on, loaded = (one_more_step(client, batch, adam) for client in (training_client, loaded_client))
     return HabitResult(before, after, tuple(losses), checkpoint, (went_on, loaded))
@@ -122,7 +122,7 @@ def ask(training_client: tinker.TrainingClient, tokenizer: Any, question: str, m
     """What the model as it is now answers, greedily."""
     prompt = types.ModelInput.from_ints(render(tokenizer, [{"role": "user", "content": question}]))
     params = types.SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    sampling_client = training_client.save_weights_and_get_sampling_client()
+    sampling_client = training_client.save_weights_and_get_sampling_client().result()
     sequence = sampling_client.sample(prompt, 1, params).result().sequences[0]
     return str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)).strip()
 
