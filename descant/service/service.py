@@ -151,11 +151,12 @@ class ServiceSettings:
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    """A session that is open, in memory."""
+    """A session that is open, in memory. ``over``: why it is not any more; it leaves memory once that is written."""
 
     record: SessionRecord
     last_seen: float
     samplers: set[str] = field(default_factory=set)
+    over: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -570,8 +571,8 @@ class Service:
         record = session.record if session is not None else await self._catalogue.session(session_id)
         if record is None or record.owner != principal:
             raise NotFound(f"no session {session_id!r}")
-        if session is None:
-            raise Gone(f"session {session_id!r} is over: {record.end_reason or 'it was not heard of'}")
+        if session is None or session.over is not None:
+            raise Gone(f"session {session_id!r} is over: {record.end_reason or (session and session.over)}")
         session.last_seen = self._clock.monotonic()
         return session
 
@@ -660,8 +661,8 @@ class Service:
 
         def begin(request_id: str) -> None:
             job = self._jobs.add(Job(request_id=request_id, operation=operation, base=base, model_id=model_id))
-            if stands.status != "live" or session_id not in self._sessions:
-                reason = stands.status_reason or "its session is over"
+            if stands.status != "live" or session.over is not None:
+                reason = stands.status_reason or f"its session is over: {session.over}"
                 self._jobs.fail(job, Lost(f"model {model_id!r} is not there any more: {reason}; create another"))
                 return
             backend = self._backends[base]
@@ -769,7 +770,8 @@ class Service:
             stands = await self._catalogue.add_sampling_session(record)
             if stands.version != ref.version or not stands.ephemeral:
                 raise UserError(_taken(sampling_session_id))
-            if (session := self._sessions.get(model.session_id)) is None:
+            session = self._sessions.get(model.session_id)
+            if session is None or session.over is not None:
                 raise Gone(f"session {model.session_id!r} ended while these weights were published")
             session.samplers.add(sampling_session_id)
         except BaseException:
@@ -885,18 +887,21 @@ class Service:
     # ================================================================================================ in time
 
     async def _end_session(self, session_id: str, reason: str) -> None:
-        session = self._sessions.pop(session_id, None)
-        if session is None:
+        session = self._sessions[session_id]
+        if session.over is not None:
             return
+        session.over = reason
         models = [model for model in self._models.values() if model.record.session_id == session_id]
         for model in models:
-            del self._models[model.record.model_id]
             model.queue.end(f"its session ended: {reason}")
-        for sampling_session_id in session.samplers:
-            self._samplers.pop(sampling_session_id, None)
         try:
             await self._catalogue.end_session(session_id, ended_at=self._clock.now(), reason=reason)
         finally:
+            del self._sessions[session_id]
+            for model in models:
+                self._models.pop(model.record.model_id, None)
+            for sampling_session_id in session.samplers:
+                self._samplers.pop(sampling_session_id, None)
             self._jobs.spawn(self._clean_up(session, models))
 
     async def _clean_up(self, session: _Session, models: Sequence[_Model]) -> None:

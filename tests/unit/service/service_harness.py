@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from descant.errors import DescantError
 from descant.service.catalogue import Catalogue
 from descant.service.database import Database

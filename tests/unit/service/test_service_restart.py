@@ -1,0 +1,251 @@
+"""What is there after the server, or the process under a base, has ended and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from service_harness import BASE, Harness, forward_backward
+
+from descant.errors import Gone, Lost, NotFound, RankDied, ServerError
+from descant.service.futures import SqlFutureStore
+from descant.types import ForwardBackward, SampleOutput, SampleRequest, WeightsLoaded
+
+
+async def test_sessions_finished_futures_and_checkpoints_survive(harness: Harness) -> None:
+    session = await harness.session(key="k")
+    model = await harness.model(session)
+    saved = await harness.save(model, 1, "kept")
+    answer = await harness.result(saved)
+    await harness.restart()
+    await harness.service.heartbeat("alice", session)
+    assert await harness.session(key="k") == session
+    assert await harness.result(saved) == answer
+    assert (await harness.save(model, 1, "kept")).request_id == saved.request_id
+    assert (await harness.service.weights_info("alice", answer.path)).lora.rank == 2
+    assert (await harness.service.get_info("alice", model)).lora.rank == 2
+
+
+async def test_a_call_on_a_model_that_was_live_fails_naming_the_newest_checkpoint(harness: Harness) -> None:
+    model = await harness.model()
+    await harness.result(await harness.save(model, 1, "old"))
+    await harness.result(await harness.save(model, 2, "new"))
+    await harness.result(await harness.sampler(model, 3, name="newer"))
+    await harness.restart()
+    for submitted in [
+        await harness.fb(model, 4),
+        await harness.step(model, 9),
+        await harness.save(model, 5),
+        await harness.sampler(model, 6, number=0),
+        await harness.sampler(model, 7, name="x"),
+        await harness.service.refuse(
+            "alice", model_id=model, seq_id=8, operation="optim_step", message="no", loses_gradient=False
+        ),
+    ]:
+        error = await harness.error(submitted)
+        assert isinstance(error, Lost)
+        assert error.category == "server"
+        assert f"tinker://{model}/weights/new" in error.message
+    assert not harness.trainer.commands
+
+
+async def test_a_lost_model_without_a_checkpoint_says_so(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    saved = await harness.result(await harness.save(model, 1))
+    child = await harness.service.load_weights_new(
+        "alice", session_id=session, model_seq_id=1, path=saved.path, optimizer=True, base_model=None,
+        user_metadata=None,
+    )  # fmt: skip
+    await harness.result(child)
+    fresh = await harness.model(session, model_seq_id=2)
+    sampled = await harness.model(session, model_seq_id=3)
+    await harness.result(await harness.sampler(sampled, 1, name="s"))
+    await harness.restart()
+    assert "no checkpoint to resume from" in (await harness.error(await harness.fb(fresh, 1))).message
+    assert child.model_id is not None
+    assert f"made from {saved.path}" in (await harness.error(await harness.fb(child.model_id, 1))).message
+    assert f"{sampled}/sampler_weights/s" in (await harness.error(await harness.fb(sampled, 2))).message
+
+
+async def test_pending_futures_fail_at_the_start(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    saved = await harness.result(await harness.save(model, 1))
+    release = asyncio.Event()
+    started = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, ForwardBackward | SampleRequest):
+            started.set()
+            await release.wait()
+
+    harness.hook = hook
+    base_sampler = await harness.service.create_sampling_session(
+        "alice", session_id=session, sampling_session_seq_id=0, base_model=BASE, model_path=None
+    )
+    running = await harness.fb(model, 2)
+    behind = await harness.fb(model, 4)
+    sampling = await harness.sample(base_sampler)
+    await started.wait()
+    await harness.stop()
+    harness.hook = None
+    await harness.start()
+    assert not await harness.futures.pending()
+    for submitted in (running, behind):
+        error = await harness.error(submitted)
+        assert error.category == "server"
+        assert saved.path in error.message
+    assert "sample again" in (await harness.error(sampling)).message
+    await harness.result(await harness.sample(base_sampler, 1))
+
+
+async def test_training_goes_on_from_the_checkpoint(harness: Harness) -> None:
+    session = await harness.session()
+    model, undisturbed = await harness.model(session), await harness.model(session, model_seq_id=1)
+    for one in (model, undisturbed):
+        await harness.result(await harness.fb(one, 1))
+        await harness.result(await harness.step(one, 2))
+    saved = await harness.result(await harness.save(model, 3))
+    next_pass = forward_backward(undisturbed, 3)
+    await harness.result(await harness.service.forward_backward("alice", next_pass))
+    await harness.result(await harness.step(undisturbed, 4))
+    expected = harness.weights(undisturbed).copy()
+    await harness.restart()
+    again = await harness.service.load_weights_new(
+        "alice", session_id=session, model_seq_id=2, path=saved.path, optimizer=True, base_model=BASE,
+        user_metadata=None,
+    )  # fmt: skip
+    assert again.model_id is not None
+    assert isinstance(await harness.result(again), WeightsLoaded)
+    resumed = replace(next_pass, model_id=again.model_id, seq_id=1)
+    await harness.result(await harness.service.forward_backward("alice", resumed))
+    await harness.result(await harness.step(again.model_id, 2))
+    np.testing.assert_allclose(harness.weights(again.model_id), expected, atol=1e-6)
+
+
+async def test_path_samplers_go_on_and_ephemeral_ones_are_lost(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    await harness.result(await harness.fb(model, 1))
+    await harness.result(await harness.step(model, 2))
+    named = await harness.result(await harness.sampler(model, 3, name="s"))
+    ephemeral = (await harness.result(await harness.sampler(model, 4, number=0))).sampling_session_id
+    path_sampler = await harness.service.create_sampling_session(
+        "alice", session_id=session, sampling_session_seq_id=1, base_model=None, model_path=named.path
+    )
+    before = await harness.greedy(path_sampler)
+    await harness.restart()
+    after = await harness.greedy(path_sampler, 1)
+    np.testing.assert_array_equal(after.sequences[0].logprobs, before.sequences[0].logprobs)
+    error = await harness.error(await harness.sample(ephemeral))
+    assert isinstance(error, Lost)
+    assert f"tinker://{model}/sampler_weights/s" in error.message
+    info = await harness.service.get_sampler("alice", path_sampler)
+    assert (info.base_model, info.model_path) == (BASE, named.path)
+
+
+async def test_a_restarted_backend_loses_its_models_and_nothing_else(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    elsewhere = await harness.model(session, model_seq_id=1, base="fake/other")
+    saved = await harness.result(await harness.save(model, 1))
+    named = await harness.result(await harness.sampler(model, 2, name="s"))
+    ephemeral = (await harness.result(await harness.sampler(model, 3, number=0))).sampling_session_id
+    path_sampler = await harness.service.create_sampling_session(
+        "alice", session_id=session, sampling_session_seq_id=1, base_model=None, model_path=named.path
+    )
+    await harness.greedy(path_sampler)
+    block = asyncio.Event()
+    started = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, ForwardBackward) and what.model_id == model:
+            started.set()
+            await block.wait()
+
+    harness.hook = hook
+    running, behind = await harness.fb(model, 4), await harness.step(model, 6)
+    await started.wait()
+    harness.world.adapters.clear()
+    harness.world.published.clear()
+    await harness.service.backend_restarted("fake")
+    for submitted in (running, behind, await harness.fb(model, 5)):
+        error = await harness.error(submitted)
+        assert isinstance(error, Lost)
+        assert saved.path in error.message
+    assert isinstance(await harness.error(await harness.sample(ephemeral)), Lost)
+    assert isinstance(await harness.greedy(path_sampler, 1), SampleOutput)
+    await harness.result(await harness.fb(elsewhere, 1))
+    await harness.model(session, model_seq_id=2)
+    block.set()
+
+
+async def test_a_rank_that_dies_is_named_by_what_it_ran(harness: Harness) -> None:
+    model = await harness.model()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, ForwardBackward):
+            raise RankDied("rank 0 ended with signal 9 while it ran forward_backward")
+
+    harness.hook = hook
+    error = await harness.error(await harness.fb(model, 1))
+    assert isinstance(error, RankDied)
+
+
+async def test_a_base_that_ends_nothing_is_given_up(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    block = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, ForwardBackward):
+            await block.wait()
+
+    harness.hook = hook
+    stuck = await harness.fb(model, 1)
+    for _ in range(7200 // 60 - 1):
+        harness.clock._now += 60
+        await harness.service.heartbeat("alice", session)
+    await harness.service.sweep()
+    await harness.pending(stuck)
+    await harness.advance(62.0)
+    error = await harness.error(stuck)
+    assert isinstance(error, ServerError)
+    assert "has ended no request" in error.message
+    assert isinstance(await harness.error(await harness.fb(model, 2)), Lost)
+    block.set()
+
+
+async def test_an_accepted_request_ends_though_the_store_fails_a_write(harness: Harness) -> None:
+    class FailsOnce(SqlFutureStore):
+        failures = 1
+
+        async def _save(self, answer) -> None:  # type: ignore[no-untyped-def]
+            if FailsOnce.failures:
+                FailsOnce.failures -= 1
+                raise OSError("disk full")
+            await super()._save(answer)
+
+    harness.futures_class = FailsOnce
+    await harness.restart()
+    model = await harness.model()
+    FailsOnce.failures = 1
+    submitted = await harness.fb(model, 1)
+    answer = await harness.result(submitted)
+    await harness.result(await harness.step(model, 2))
+    await harness.restart()
+    assert repr(await harness.result(submitted)) == repr(answer), "and it was written later"
+
+
+async def test_an_over_session_stays_over(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    await harness.service.finish_session("alice", session, reason="success", detail=None)
+    await harness.restart()
+    with pytest.raises(Gone):
+        await harness.service.heartbeat("alice", session)
+    with pytest.raises(NotFound):
+        await harness.fb(model, 1)

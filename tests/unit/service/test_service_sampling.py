@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from service_harness import BASE, Harness, submission
+
+from descant.errors import NotFound, Overloaded, ServerError, UserError
+from descant.service.samplers import SampleFold
+from descant.types import CheckpointName, PromptScores, SampleDelta, SampleRequest, SnapshotRef, Version
+
+
+async def sampler(harness: Harness, session: str, number: int, path: str | None = None) -> str:
+    return await harness.service.create_sampling_session(
+        "alice",
+        session_id=session,
+        sampling_session_seq_id=number,
+        base_model=BASE if path is None else None,
+        model_path=path,
+    )
+
+
+async def test_the_base_model(harness: Harness) -> None:
+    session = await harness.session()
+    id_ = await sampler(harness, session, 0)
+    assert id_ == f"{session}:sample:0"
+    assert await sampler(harness, session, 0) == id_
+    submitted = await harness.sample(id_, 10**18, n=3)
+    assert submitted.sample_sequence_ids == tuple(f"{id_}:{10**18}:{i}" for i in range(3))
+    output = await harness.result(submitted)
+    assert len(output.sequences) == 3
+    assert output.versions == ()
+
+
+async def test_a_sampling_client_keeps_its_version(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    old = (await harness.result(await harness.sampler(model, 1, number=0))).sampling_session_id
+    before = await harness.greedy(old, 0)
+    for seq_id in range(2, 12, 2):
+        await harness.result(await harness.fb(model, seq_id))
+        await harness.result(await harness.step(model, seq_id + 1, lr=1.0))
+    new = (await harness.result(await harness.sampler(model, 12, number=1))).sampling_session_id
+    after, other = await harness.greedy(old, 1), await harness.greedy(new, 0)
+    np.testing.assert_array_equal(before.sequences[0].logprobs, after.sequences[0].logprobs)
+    assert list(before.sequences[0].tokens) != list(other.sequences[0].tokens)
+    assert not await harness.checkpoints.list(), "an ephemeral save is no checkpoint"
+    assert not harness.world.snapshots
+
+
+async def test_a_path_is_published_once_and_only_when_sampled(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    saved = await harness.result(await harness.sampler(model, 1, name="s"))
+    published = []
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SnapshotRef):
+            published.append(what)
+
+    harness.hook = hook
+    ids = [await sampler(harness, session, number, saved.path) for number in range(3)]
+    assert not published
+    for submitted in await asyncio.gather(*(harness.sample(id_) for id_ in ids)):
+        await harness.result(submitted)
+    assert [ref.version for ref in published] == [Version(model_id=model, number=1)]
+
+
+async def test_a_version_is_released_when_its_last_session_ends(harness: Harness) -> None:
+    sessions = [await harness.session(), await harness.session()]
+    model = await harness.model(sessions[0])
+    saved = await harness.result(await harness.sampler(model, 1, name="s"))
+    ids = [await sampler(harness, session, 5, saved.path) for session in sessions]
+    for id_ in ids:
+        await harness.greedy(id_)
+    await harness.service.finish_session("alice", sessions[0], reason="success", detail=None)
+    await harness.until(lambda: not harness.world.adapters)
+    await harness.greedy(ids[1], 1)
+    assert len(harness.world.published) == 1
+    await harness.service.finish_session("alice", sessions[1], reason="success", detail=None)
+    await harness.until(lambda: not harness.world.published)
+
+
+async def test_a_sampler_of_a_checkpoint_that_is_gone_or_replaced(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    saved = await harness.result(await harness.save(model, 1, "w"))
+    id_ = await sampler(harness, session, 0, saved.path)
+    await harness.result(await harness.save(model, 2, "w", overwrite=True))
+    assert "was replaced" in (await harness.error(await harness.sample(id_))).message
+    await harness.checkpoints.delete(CheckpointName(model_id=model, type="weights", name="w"))
+    error = await harness.error(await harness.sample(id_, 1))
+    assert error.category == "user"
+    assert "does not exist any more" in error.message
+    with pytest.raises(NotFound):
+        await sampler(harness, session, 1, saved.path)
+
+
+async def test_a_number_names_one_sampler(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    await sampler(harness, session, 0)
+    error = await harness.error(await harness.sampler(model, 1, number=0))
+    assert "sampling session already" in error.message
+    assert not harness.world.published
+    await harness.result(await harness.sampler(model, 2, number=1))
+    with pytest.raises(UserError, match="sampling session already"):
+        await sampler(harness, session, 1)
+    with pytest.raises(UserError, match="neither"):
+        await harness.service.create_sampling_session(
+            "alice", session_id=session, sampling_session_seq_id=2, base_model=None, model_path=None
+        )
+
+
+async def test_a_publication_that_fails(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SnapshotRef):
+            raise ServerError("no row is free")
+
+    harness.hook = hook
+    assert "no row" in (await harness.error(await harness.sampler(model, 1, number=0))).message
+    harness.hook = None
+    assert not harness.world.snapshots
+    await harness.result(await harness.sampler(model, 2, number=0)), "the number was not taken"
+
+
+async def test_so_many_samples_and_no_more(harness: Harness) -> None:
+    harness.settings = replace(harness.settings, max_samples_in_flight=8)
+    await harness.restart()
+    session = await harness.session()
+    id_ = await sampler(harness, session, 0)
+    release = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SampleRequest):
+            await release.wait()
+
+    harness.hook = hook
+    answers = await asyncio.gather(*(harness.sample(id_, n) for n in range(20)), return_exceptions=True)
+    taken = [answer for answer in answers if not isinstance(answer, BaseException)]
+    assert len(taken) == 8
+    assert all(isinstance(answer, Overloaded) for answer in answers if isinstance(answer, BaseException))
+    release.set()
+    for submitted in taken:
+        await harness.result(submitted)
+    again = await asyncio.gather(*(harness.sample(id_, 0) for _ in range(8)))
+    assert {submitted.request_id for submitted in again} == {taken[0].request_id}
+    await harness.result(await harness.sample(id_, 100)), "neither an end nor a repetition keeps a place"
+
+
+async def test_what_a_sample_refuses(harness: Harness) -> None:
+    id_ = await sampler(harness, await harness.session(), 0)
+    for wrong, match in (
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"num_samples": 1025}, "num_samples is 1025"),
+        ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21"),
+        ({"seq_id": -1}, "seq_id is -1"),
+    ):
+        with pytest.raises(UserError, match=match):
+            await harness.service.sample("alice", replace(submission(id_), **wrong))
+    error = await harness.error(await harness.service.sample("alice", replace(submission(id_), prompt=())))
+    assert "prompt" in error.message
+
+
+def _delta(sample: int, tokens: list[int], end: bool, prompt: PromptScores | None = None) -> SampleDelta:
+    return SampleDelta(
+        request_id="r",
+        sample=sample,
+        tokens=np.asarray(tokens, np.int32),
+        logprobs=-np.asarray(tokens, np.float32),
+        stop_reason="length" if end else None,
+        version=Version(model_id="m", number=0),
+        prompt=prompt,
+    )
+
+
+def test_deltas_fold_in_any_order_among_samples() -> None:
+    prompt = PromptScores(logprobs=np.asarray([np.nan, -1], np.float32))
+    fold = SampleFold(2)
+    for delta in (_delta(1, [4], False, prompt), _delta(0, [1, 2], True), _delta(1, [5], False), _delta(1, [], True)):
+        fold.add(delta)
+    output = fold.output()
+    assert [list(sequence.tokens) for sequence in output.sequences] == [[1, 2], [4, 5]]
+    assert list(output.sequences[1].logprobs) == [-4, -5]
+    assert output.prompt is prompt
+    assert output.versions == (Version(model_id="m", number=0),)
+
+
+def test_an_engine_that_breaks_its_word_is_an_error() -> None:
+    fold = SampleFold(2)
+    fold.add(_delta(0, [1], True))
+    with pytest.raises(ServerError, match="without finishing sample 1 of 2"):
+        fold.output()
+    with pytest.raises(ServerError, match="after its end"):
+        fold.add(_delta(0, [1], True))
+    with pytest.raises(ServerError, match="sample 2 of 2"):
+        fold.add(_delta(2, [1], True))
