@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from descant.errors import Unauthorized
-from descant.server.app import create_app
+from descant.server.app import bind, create_app
 from descant.server.auth import Keys
 from descant.server.longpoll import LongPolls
 from descant.server.routes import Routes, ServerSettings
@@ -277,6 +278,13 @@ def test_too_large_over_a_socket_leaves_the_connection_usable(running: Any):
         response = client.post("/api/v1/optim_step", content=bytes(65 << 20))
         assert plain(response, 413)["detail"] == f"the body is larger than {64 << 20} bytes"
         assert plain(client.get("/api/v1/healthz"), 200) == {"status": "ok"}
+
+
+def test_connections_send_at_once():
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 # -------------------------------------------------------------------------------------------------------------- garbage
