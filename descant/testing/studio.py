@@ -26,7 +26,7 @@ class Studio:
         self.learner = Learner(model)
         self._seq_ids: dict[str, int] = {}
 
-    def create(self, model_id: str, rank: int = 8, *, seed: int = 0, **flags: bool) -> str:
+    def create(self, model_id: str, rank: int = 8, *, seed: int = 0, b_std: float = 0.03, **flags: bool) -> str:
         """B is not left at zero: with it every dA would be zero."""
         lora = LoraConfig(rank=rank, seed=seed, **flags)
         self.bank.create(model_id, lora)
@@ -34,7 +34,7 @@ class Studio:
         tensors = self.bank.export(self.bank.weights(model_id), lora)
         for name, tensor in tensors.items():
             if "lora_B" in name:
-                tensor.normal_(std=0.03, generator=generator)
+                tensor.normal_(std=b_std, generator=generator)
         self.bank.import_row(tensors, lora, self.bank.weights(model_id))
         self.bank.refresh_work(model_id)
         return model_id

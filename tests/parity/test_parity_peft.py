@@ -1,0 +1,162 @@
+"""Training here equals a plain PEFT loop in float32: alone, and packed with seven others of other ranks and losses.
+
+The reference knows nothing of this project but the numbers it starts from: transformers' own attention, PEFT's layers,
+one unpadded sequence at a time, losses as the documentation writes them, autograd, ``torch.optim.AdamW``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from descant.model.load import ModelSource, load_model, resolve_model
+from descant.testing.studio import Studio, datum, some_commands
+from descant.testing.tiny import tiny_model
+from descant.train.check import dense_inputs, loss_fn_config
+from descant.types import AdamParams, Datum, ForwardBackward, LoraConfig, input_tokens
+
+PARAMS = AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.02, grad_clip_norm=5.0)
+"""A first step is ±learning_rate for every gradient well above eps, rounding noise included: with eps 1e-10, two of
+transformers' own attention functions end 1.0e-3 of the update apart on SmolLM2, with 1e-8 0.15e-3."""
+
+
+class PeftLoop:
+    def __init__(self, directory: Path, lora: LoraConfig, tensors: dict[str, torch.Tensor]):
+        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+        sites = [name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors]
+        sites = [name for name in sites if not name.endswith("lora_B.weight")]
+        with warnings.catch_warnings(action="ignore"):  # that a tied head gets an adapter is wanted
+            config = peft.LoraConfig(r=lora.rank, lora_alpha=32, target_modules=sites, lora_dropout=0.0)
+            self.model = peft.get_peft_model(base, config).eval()
+        self.parameters = {
+            name.replace(".default", ""): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        assert self.parameters.keys() == tensors.keys()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors[name])
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=PARAMS.learning_rate,
+            betas=(PARAMS.beta1, PARAMS.beta2),
+            eps=PARAMS.eps,
+            weight_decay=PARAMS.weight_decay,
+            fused=False,
+            foreach=False,
+        )
+
+    def forward_backward(self, command: ForwardBackward) -> float:
+        total = 0.0
+        for item in command.data:
+            loss = self._loss(command, item)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), PARAMS.grad_clip_norm)
+        self.optimizer.step()
+        return float(norm)
+
+    def _loss(self, command: ForwardBackward, item: Datum) -> torch.Tensor:
+        tokens = torch.from_numpy(input_tokens(item.model_input).astype(np.int64))
+        logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
+        arrays = {name: torch.from_numpy(array) for name, array in dense_inputs(item, command.loss_fn).items()}
+        targets = arrays["target_tokens"]
+        logprobs = logits.log_softmax(-1).gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
+        if command.loss_fn == "cross_entropy":
+            return -(logprobs * arrays["weights"]).sum()
+        config = loss_fn_config(command)
+        advantages, drift = arrays["advantages"], logprobs - arrays["logprobs"]
+        ratio = drift.exp()
+        if "clip_low_threshold" in config:
+            clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+        match command.loss_fn:
+            case "importance_sampling":
+                return -(ratio * advantages).sum()
+            case "ppo":
+                return -torch.minimum(ratio * advantages, clipped * advantages).sum()
+            case "cispo":
+                return -(clipped.detach() * logprobs * advantages).sum()
+            case "dro":
+                return -(logprobs * advantages - 0.5 * config["beta"] * drift**2).sum()
+        raise ValueError(command.loss_fn)
+
+
+def assert_parity(studio: Studio, directory: Path, model_id: str, turns: Sequence[Sequence[ForwardBackward]]) -> None:
+    """``turns[i]``: the commands of one shared pass, ``model_id``'s among them; each ends with a step of everybody."""
+    lora, bank = studio.bank[model_id].lora, studio.bank
+
+    def weights() -> dict[str, torch.Tensor]:
+        return bank.export(bank.weights(model_id), lora)
+
+    start = weights()
+    reference = PeftLoop(directory, lora, start)
+    for number, commands in enumerate(turns):
+        outputs = studio.run(*commands)
+        own = next(index for index, command in enumerate(commands) if command.model_id == model_id)
+        loss = reference.forward_backward(commands[own])
+        if number == 0:
+            assert outputs[own].metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+            for name, gradient in bank.export(bank.gradient(model_id), lora).items():
+                expected = reference.parameters[name].grad
+                assert expected is not None
+                assert expected.abs().max() > 0, name
+                assert (gradient - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+        norm = reference.step()
+        reference.optimizer.zero_grad()
+        for command in commands:
+            metrics = studio.step(command.model_id, PARAMS)
+            if command.model_id == model_id and number == 0:
+                assert metrics["grad_norm:mean"] == pytest.approx(norm, rel=1e-4)
+
+    error = torch.cat([(got - reference.parameters[name].detach()).flatten() for name, got in weights().items()])
+    update = torch.cat([(reference.parameters[name].detach() - old).flatten() for name, old in start.items()])
+    assert update.norm() > 0
+    assert error.norm() <= 1e-3 * update.norm()
+
+
+def load(directory: Path) -> Studio:
+    source = ModelSource(name="reference", directory=directory)
+    return Studio(load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False))
+
+
+@pytest.mark.parametrize("arch", ["llama", "llama_tied", "qwen3", "gemma2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("company", ["alone", "packed"])
+@pytest.mark.parametrize("number", range(5), ids=["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
+def test_tiny(tmp_path: Path, arch: str, company: str, number: int) -> None:
+    studio = load(tiny_model(arch, tmp_path / arch))
+    ranks = (8, 3, 16, 1, 32, 256, 8, 5)
+    flags = ({}, {}, {"train_mlp": False}, {}, {"train_unembed": False}, {}, {"train_attn": False}, {})
+    for other, (rank, chosen) in enumerate(zip(ranks, flags, strict=True)):
+        studio.create(f"m{other}", rank, seed=other, **chosen)
+    turns = []
+    for _ in range(3):
+        commands = some_commands(studio, [f"m{other}" for other in range(8)])
+        turns.append(commands if company == "packed" else [commands[number]])
+    assert_parity(studio, studio.model.directory, f"m{number}", turns)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("company", ["alone", "packed"])
+def test_smollm2(company: str) -> None:
+    directory = resolve_model("smollm2").directory
+    studio = load(directory)
+    ranks = (8, 3, 16, 1, 8, 4, 2, 5)
+    for other, rank in enumerate(ranks[: 1 if company == "alone" else 8]):
+        studio.create(f"m{other}", rank, seed=other, b_std=0.005)
+    turns = []
+    for _ in range(3):
+        own = studio.command("m0", datum(21, 1), datum(9, 2, weights=np.linspace(-0.5, 1, 9)))
+        others = some_commands(studio, [f"m{other}" for other in range(1, 8)])
+        turns.append([own, *others] if company == "packed" else [own])
+    assert_parity(studio, directory, "m0", turns)
