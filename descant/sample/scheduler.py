@@ -314,7 +314,7 @@ class Scheduler:
             version=request.request.version,
             tokens=sequence.tokens(start, end),
             context=start,
-            pages=tuple(sequence.pages),
+            pages=tuple(sequence.pages[: pages_for(end)]),
             sample=end == sequence.length,
             temperature=params.temperature,
             top_k=params.top_k,

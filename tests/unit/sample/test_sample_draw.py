@@ -1,0 +1,168 @@
+"""Draws against exact probabilities: chi-squared on a tiny vocabulary, cuts against a plain reference."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from descant.sample.chance import stream_seed, uniform
+from descant.sample.draw import RowParams, draw, score
+
+NUM_DRAWS = 20_000
+LOGITS = torch.tensor([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.0, -2.0, -3.0, -6.0, -torch.inf])
+
+
+def params(uniform: float = 0.5, **fields: float) -> RowParams:
+    return RowParams(**{"temperature": 1.0, "top_k": -1, "top_p": 1.0, "uniform": uniform, **fields})  # type: ignore
+
+
+def exact(logits: torch.Tensor, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> list[float]:
+    """The distribution that is drawn from, in plain Python: the largest first, ties by the lowest id."""
+    weights = [math.exp(x / temperature) for x in logits.double().tolist()]
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    if top_k > 0:
+        order = order[:top_k]
+    total, mass, kept = sum(weights[i] for i in order), 0.0, []
+    for i in order:
+        kept.append(i)
+        mass += weights[i]
+        if mass >= top_p * total:
+            break
+    mass = sum(weights[i] for i in kept)
+    return [weights[i] / mass if i in kept else 0.0 for i in range(len(weights))]
+
+
+def test_uniform_is_uniform_and_streams_differ() -> None:
+    for seed in (0, 1, -1, 2**63):
+        numbers = [uniform(stream_seed(seed, 0), draw) for draw in range(NUM_DRAWS)]
+        assert 0 <= min(numbers) <= max(numbers) < 1
+        assert stats.kstest(numbers, "uniform").pvalue > 0.001
+    heads = [[uniform(stream_seed(seed, sample), 0) for sample in range(200)] for seed in range(20)]
+    assert len({x for row in heads for x in row}) == 20 * 200
+    for numbers in [heads[0], [row[0] for row in heads], [x for row in heads for x in row]]:
+        assert stats.kstest(numbers, "uniform").pvalue > 0.001
+    assert uniform(stream_seed(5, 3), 7) == uniform(stream_seed(5, 3), 7)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, -1, 1.0), (0.5, -1, 1.0), (2.0, -1, 1.0), (1.0, 4, 1.0), (1.0, 2, 1.0), (1.0, -1, 0.8), (1.3, 6, 0.9)],
+)
+@pytest.mark.parametrize("head_tokens", [3, 1024], ids=["sorts beyond its head", "head is all"])
+def test_draws_follow_the_exact_distribution(temperature: float, top_k: int, top_p: float, head_tokens: int) -> None:
+    rows = [
+        params(uniform(stream_seed(1, 2), draw), temperature=temperature, top_k=top_k, top_p=top_p)
+        for draw in range(NUM_DRAWS)
+    ]
+    tokens, logprobs = draw(LOGITS.expand(NUM_DRAWS, -1), rows, head_tokens=head_tokens)
+    counts = torch.bincount(tokens, minlength=len(LOGITS)).double()
+    expected = torch.tensor(exact(LOGITS, temperature, top_k, top_p), dtype=torch.float64) * NUM_DRAWS
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    assert stats.chisquare(counts[kept].numpy(), expected[kept].numpy()).pvalue > 0.001
+    scaled = (LOGITS / temperature).log_softmax(0)
+    torch.testing.assert_close(logprobs, scaled[tokens], atol=1e-6, rtol=0)
+
+
+def test_every_uniform_hits_the_token_that_owns_it() -> None:
+    """On a vocabulary of many blocks: exactly the inverse of the running sum."""
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
+    edges = logits.double().softmax(0).cumsum(0)
+    uniforms = torch.rand(4000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tokens, _ = draw(logits.expand(4000, -1), [params(u) for u in uniforms.tolist()])
+    expected = torch.searchsorted(edges, uniforms, right=True)
+    near = (edges[expected.clamp_max(999)] - uniforms).abs().minimum((edges[tokens] - uniforms).abs()) < 1e-6
+    assert ((tokens == expected) | near).all()
+    assert (tokens == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-52])
+def test_the_ends_of_the_unit_interval_never_give_a_token_without_probability(u: float) -> None:
+    for vocab_size in (3, 256, 257, 1000):
+        logits = torch.full((1, vocab_size), -torch.inf)
+        logits[0, vocab_size // 2] = 0.0
+        tokens, logprobs = draw(logits, [params(u)])
+        assert tokens.tolist() == [vocab_size // 2]
+        assert logprobs.tolist() == [0.0]
+
+
+def test_greedy_takes_the_first_largest_at_temperature_one() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]])
+    tokens, logprobs = draw(logits, [params(0.9, temperature=0.0, top_p=0.5)])
+    assert tokens.tolist() == [1]
+    assert logprobs.item() == pytest.approx(logits.log_softmax(1)[0, 1].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-300])
+def test_a_tiny_temperature_is_greedy_and_finite(temperature: float) -> None:
+    tokens, logprobs = draw(torch.tensor([[0.0, 3.0, 2.5, 1.0]]), [params(0.999, temperature=temperature)])
+    assert tokens.tolist() == [1]
+    assert logprobs.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("head_tokens", [1, 2, 1024])
+def test_ties_at_a_cut_go_to_the_lowest_ids(head_tokens: int) -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0, 1.0])
+    for fields, allowed in [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {0, 1, 4}),
+        ({"top_k": 4}, {0, 1, 2, 4}),
+        ({"top_p": 0.01}, {1}),
+        ({"top_p": 0.6}, {0, 1, 4}),  # e/(2e² + 4e) = 0.106 each: 0.576 + 0.106
+        ({"top_k": 99}, {0, 1, 2, 3, 4, 5}),
+    ]:
+        rows = [params(i / 1000, **fields) for i in range(1000)]
+        tokens, _ = draw(logits.expand(1000, -1), rows, head_tokens=head_tokens)
+        assert set(tokens.tolist()) == allowed, fields
+
+
+def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(40, 5000, generator=generator) * 3).bfloat16().float()  # with ties
+    rows = [
+        params(
+            uniform(9, i),
+            temperature=(0.0, 0.7, 1.0, 1.5)[i % 4],
+            top_k=(-1, 1, 50, 2000)[i % 5 % 4],
+            top_p=(1.0, 0.9, 0.9999)[i % 3],
+        )
+        for i in range(40)
+    ]
+    tokens, logprobs = draw(logits, rows)
+    for i in range(40):
+        token, logprob = draw(logits[i : i + 1], rows[i : i + 1])
+        assert token.item() == tokens[i].item()
+        assert logprob.item() == logprobs[i].item()
+
+
+def test_a_row_that_is_not_finite_says_so_and_harms_no_other() -> None:
+    good = torch.randn(1, 300, generator=torch.Generator().manual_seed(4))
+    bad = [torch.full((1, 300), torch.nan), torch.full((1, 300), torch.inf), good.clone()]
+    bad[2][0, 7] = torch.inf
+    for fields in ({}, {"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 200, "top_p": 0.99}):
+        for row in bad:
+            row_params = params(0.4, **fields)  # type: ignore[arg-type]
+            tokens, logprobs = draw(torch.cat([row, good, row]), [row_params] * 3, head_tokens=100)
+            assert logprobs.isfinite().tolist() == [False, True, False]
+            alone = draw(good, [row_params], head_tokens=100)
+            assert (tokens[1], logprobs[1]) == (alone[0][0], alone[1][0])
+            assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+def test_scores_and_alternatives() -> None:
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(5))
+    targets = torch.tensor([0, 29, 3, 4, 5])
+    logprobs, ids, top = score(logits, targets, 3)
+    reference = logits.log_softmax(1)
+    torch.testing.assert_close(logprobs, reference[torch.arange(5), targets], atol=1e-6, rtol=0)
+    assert ids is not None
+    assert top is not None
+    torch.testing.assert_close(top, reference.topk(3, dim=1).values, atol=1e-6, rtol=0)
+    torch.testing.assert_close(reference.gather(1, ids), top, atol=1e-6, rtol=0)
+    assert score(logits, targets, 0)[1] is None
+    wide = score(logits, targets, 99)[1]
+    assert wide is not None
+    assert wide.shape == (5, 30)
