@@ -196,6 +196,33 @@ def test_scratch_rows_are_zero_and_belong_to_nobody() -> None:
     assert all(bank.gradient_row(8, slot).count_nonzero() == 0 for slot in slots)
 
 
+def test_scratch_rows_leave_the_lowest_slots_to_adapters() -> None:
+    bank = make_bank()
+    scratch = bank.take_scratch(8)
+    assert [bank.create(f"m{index}", LoraConfig(rank=8)).slot for index in range(3)] == [0, 1, 2]
+    assert scratch == 3
+
+
+def test_views_share_no_version_counter() -> None:
+    bank = make_bank()
+    first, second = bank.create("a", LoraConfig(rank=8)), bank.create("b", LoraConfig(rank=8))
+    factors = [
+        bank.work_slab(8)[first.work],
+        bank.gradient_slab(8)[first.slot],
+        bank.gradient("a"),
+        bank.weights("a"),
+        *bank.moments("a"),
+    ]
+    x = torch.ones(1, requires_grad=True)
+    y = sum((x * factor).sum() for factor in factors)
+    for row in (bank.weights("b"), bank.gradient("b"), *bank.moments("b"), bank.work_slab(8)[second.work]):
+        row.fill_(2.0)
+    bank.refresh_work("b")
+    bank.delete("b")
+    assert isinstance(y, torch.Tensor)
+    y.backward()
+
+
 # ---- versions
 
 

@@ -125,7 +125,7 @@ def test_logits_and_selected_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_a_row_does_not_depend_on_how_many_are_asked_for(dtype: torch.dtype) -> None:
-    """Exactly in bf16; in fp32 the adapters' product over fewer than 4 rows rounds otherwise."""
+    """Exactly in bf16 and without an adapter; in fp32 an adapter's product over fewer than 4 rows rounds otherwise."""
     bank, head = make_bank(dtype), make_head(dtype)
     hidden, lora = torch.randn(TOKENS, D).to(dtype), make_pass(bank)
     whole = head.logits(hidden, lora)
@@ -134,14 +134,14 @@ def test_a_row_does_not_depend_on_how_many_are_asked_for(dtype: torch.dtype) -> 
     for token in (0, 3, 20, 30, 49):
         alone = head.logits_at(hidden, lora, torch.tensor([token]))[0]
         logprob = torch.log_softmax(alone, 0)[targets[token, 0]]
-        if dtype == torch.bfloat16:
+        if dtype == torch.bfloat16 or token in (0, 49):
             assert torch.equal(alone, whole[token])
         assert (alone - whole[token]).abs().max() <= 1e-5
         assert (logprob - logprobs[token, 0]).abs() <= 1e-5
     for chunk_tokens in (1, 3, 16):
         again = head.logprobs(hidden, targets, lora, chunk_tokens=chunk_tokens).logprobs_TK
-        if dtype == torch.bfloat16:
-            assert torch.equal(again, logprobs)
+        exact = slice(None) if dtype == torch.bfloat16 else slice(0, 3)
+        assert torch.equal(again[exact], logprobs[exact])
         assert (again - logprobs).abs().max() <= 1e-5
 
 

@@ -63,7 +63,7 @@ def segment(bank: AdapterBank, model_id: str, start: int, end: int, gradient: in
 
 def mixed_pass(bank: AdapterBank) -> Pass:
     """All ranks, tokens without an adapter before, between and after, and segments of one token."""
-    bounds = [(2, 10), (10, 11), (11, 20), (25, 33), (33, 40), (40, 47), (47, 56)]
+    bounds = [(2, 10), (12, 13), (13, 20), (25, 33), (33, 40), (40, 47), (47, 56)]
     return Pass(seq_lens=(TOKENS,), segments=tuple(segment(bank, f"m{i}", lo, hi) for i, (lo, hi) in enumerate(bounds)))
 
 
@@ -268,6 +268,22 @@ def test_other_rows_may_be_written_between_forward_and_backward() -> None:
     bank.delete("m1")
     y.backward(dy)
     assert torch.equal(bank.gradient("m0"), want)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2), (2, 2, 2, 2)], ids=str)
+def test_grouped_products_take_rows_in_any_order(order: tuple[int, ...]) -> None:
+    bank, (layers, channel) = make_bank(ranks=(8, 4, 6, 8)), make_layers()
+    bounds, x, dy = [(0, 9), (9, 10), (10, 31), (31, 60)], torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    segments = tuple(segment(bank, f"m{i}", lo, hi) for i, (lo, hi) in zip(order, bounds, strict=True))
+    outcomes = []
+    for products in ("loop", "grouped"):
+        bank.gradient_slab(8).zero_()
+        lora = LoraPass.of(Pass(seq_lens=(TOKENS,), segments=segments), bank, products=products)  # type: ignore[arg-type]
+        y = run(layers, channel, lora, x)
+        y.backward(dy)
+        outcomes.append((y.detach(), bank.gradient_slab(8).clone()))
+    for want, got in zip(*outcomes, strict=True):
+        assert_close(got, want, 1e-5)
 
 
 def test_rows_made_and_used_under_inference_mode_can_train() -> None:
