@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def forward(decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tenso
 
 
 def make_kv_pool(
-    kv_shapes: tuple[tuple[int, int, int], ...], num_pages: int, *, dtype: torch.dtype, device: torch.device
+    kv_shapes: Sequence[tuple[int, int, int]], num_pages: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
     def pages(heads: int, size: int) -> torch.Tensor:
         return torch.zeros(num_pages, heads, PAGE_TOKENS, size, dtype=dtype, device=device)

@@ -246,7 +246,7 @@ def _assemble(
     channel = LoraChannel()
     with selfcheck.in_float32(network) if exact else nullcontext():
         sequences = selfcheck.random_sequences(config.vocab_size, max_context_length, device)
-        reference = selfcheck.reference_logits(network, sequences) if check else []
+        reference = selfcheck.reference(network, sequences) if check else None
         decoder, unembedding = _split(network)
         sites = _replace_linears(network, decoder, channel)
         if unembedding is not None:
@@ -255,7 +255,7 @@ def _assemble(
         verdict = selfcheck.selfcheck(
             decoder,
             _make_head(network, len(sites) - 1 if unembedding else None),
-            sequences if check else sequences[-1:],
+            sequences,
             reference,
             num_layers=config.num_hidden_layers,
             tolerance=selfcheck.TOLERANCE if exact else selfcheck.HALF_TOLERANCE,
