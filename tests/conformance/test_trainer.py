@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from descant.ckpt.manifest import write_durable
 from descant.ckpt.peft import OPTIMIZER
 from descant.errors import DescantError, NotFound, UserError
+from descant.ranks.replica import Replica
 from descant.testing.fakes import Adapter, FakeTrainer, FakeWorld
+from descant.testing.ranks import tiny_replica
 from descant.testing.trainer import TrainerSuite
 from descant.types import (
     AdamParams,
@@ -40,6 +43,13 @@ class TestFakeTrainer(TrainerSuite):
     @pytest.fixture
     async def trainer(self) -> FakeTrainer:
         return FakeTrainer(FakeWorld())
+
+
+class TestReplica(TrainerSuite):
+    @pytest.fixture
+    async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
+        async with tiny_replica(tmp_path_factory) as replica:
+            yield replica
 
 
 # ---------------------------------------------------------------------------------- broken on purpose, once per clause

@@ -1,0 +1,355 @@
+"""Conformance of ``Engine``: what every implementation must do, the fake included.
+
+    class TestMine(EngineSuite):
+        @pytest.fixture
+        async def backend(self): ...       # a ``Backend`` whose engine has room for at most 8 requests at once
+
+The backend's trainer makes the versions. Log-probabilities are compared to 1e-3.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from descant.errors import DescantError, NotFound, Overloaded, UserError
+from descant.ports import Engine
+from descant.service.service import Backend
+from descant.testing.trainer import DEADLINE_S, Model, datum, output, result, saved, text
+from descant.types import DeleteModel, SampleDelta, SampleRequest, SamplingParams, SnapshotRef, Version
+
+PROMPT = text(1, 2, 3)
+TOLERANCE = 1e-3
+
+
+@dataclass
+class Sampled:
+    """A request's deltas, folded by sample."""
+
+    deltas: list[SampleDelta] = field(default_factory=list)
+
+    def of(self, sample: int) -> list[SampleDelta]:
+        return [delta for delta in self.deltas if delta.sample == sample]
+
+    def tokens(self, sample: int = 0) -> list[int]:
+        return [int(token) for delta in self.of(sample) for token in delta.tokens]
+
+    def logprobs(self, sample: int = 0) -> list[float]:
+        return [float(logprob) for delta in self.of(sample) for logprob in delta.logprobs]
+
+    def ends(self, sample: int = 0) -> list[str]:
+        return [delta.stop_reason for delta in self.of(sample) if delta.stop_reason is not None]
+
+    @property
+    def prompt_logprobs(self) -> list[float]:
+        return [float(x) for delta in self.deltas if delta.prompt is not None for x in delta.prompt.logprobs]
+
+
+_num_requests = 0
+
+
+def request(version: Version | None = None, *, num_samples: int = 1, **fields: Any) -> SampleRequest:
+    """Fields of ``SamplingParams`` and of ``SampleRequest`` alike; by default 4 tokens that nothing stops."""
+    global _num_requests
+    _num_requests += 1
+    of_request = {"prompt", "prompt_logprobs", "topk_prompt_logprobs", "stream", "request_id"} & fields.keys()
+    mine = {name: fields.pop(name) for name in of_request}
+    params = SamplingParams(**{"max_tokens": 4, "seed": 0, "stop": (), **fields})
+    return SampleRequest(
+        **{
+            "request_id": f"request-{_num_requests}",
+            "version": version,
+            "prompt": PROMPT,
+            "num_samples": num_samples,
+            "sampling_params": params,
+            **mine,
+        }
+    )
+
+
+async def sampled(engine: Engine, wanted: SampleRequest) -> Sampled:
+    async def fold() -> Sampled:
+        return Sampled([delta async for delta in engine.sample(wanted)])
+
+    return await asyncio.wait_for(fold(), DEADLINE_S)
+
+
+async def fails(engine: Engine, wanted: SampleRequest, kind: type[DescantError]) -> str:
+    with pytest.raises(kind) as caught:
+        await sampled(engine, wanted)
+    return str(caught.value)
+
+
+async def trained(backend: Backend, model_id: str = "model", *, steps: int = 3) -> Model:
+    model = Model(backend.trainer, model_id)
+    await result(model.create())
+    await model.train(steps)
+    return model
+
+
+async def frozen(model: Model, *, for_disk: bool = True) -> SnapshotRef:
+    return cast(SnapshotRef, await result(model.snapshot("sampler", for_disk=for_disk)))
+
+
+def near(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, abs_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other)
+    )
+
+
+class EngineSuite:
+    # ------------------------------------------------------------------------------------------------ sampling
+    async def test_is_an_engine(self, backend: Backend, tmp_path: Path) -> None:
+        assert isinstance(backend.engine, Engine)
+        assert backend.engine.capabilities.max_num_samples >= 1
+
+    async def test_every_sample_ends_once(self, backend: Backend, tmp_path: Path) -> None:
+        wanted = request(num_samples=3, temperature=1.0)
+        got = await sampled(backend.engine, wanted)
+        assert {delta.request_id for delta in got.deltas} == {wanted.request_id}
+        assert len(got.deltas) == 3, "not streaming: one delta a sample"
+        for sample in range(3):
+            assert got.ends(sample) == ["length"]
+            assert len(got.tokens(sample)) == len(got.logprobs(sample)) == 4
+            assert all(0 <= token < backend.facts.vocab_size for token in got.tokens(sample))
+            assert all(logprob <= 0 for logprob in got.logprobs(sample))
+            assert got.of(sample)[0].version is None
+
+    async def test_streaming_is_the_same_in_pieces(self, backend: Backend, tmp_path: Path) -> None:
+        whole = await sampled(backend.engine, request(num_samples=2, seed=7, max_tokens=6))
+        pieces = await sampled(backend.engine, request(num_samples=2, seed=7, max_tokens=6, stream=True))
+        for sample in range(2):
+            assert len(pieces.of(sample)) > 1
+            assert pieces.ends(sample) == ["length"]
+            assert pieces.of(sample)[-1].stop_reason == "length"
+            assert pieces.tokens(sample) == whole.tokens(sample)
+            assert near(pieces.logprobs(sample), whole.logprobs(sample))
+
+    async def test_a_seed_fixes_the_samples_and_zero_is_one(self, backend: Backend, tmp_path: Path) -> None:
+        draws = [(await sampled(backend.engine, request(num_samples=2, seed=seed, max_tokens=8))) for seed in (0, 0, 1)]
+        assert draws[0].tokens(0) == draws[1].tokens(0)
+        assert draws[0].tokens(0) != draws[2].tokens(0)
+        assert draws[0].tokens(0) != draws[0].tokens(1), "samples of one request must differ"
+        unseeded = [await sampled(backend.engine, request(seed=None, max_tokens=8)) for _ in range(2)]
+        assert unseeded[0].tokens() != unseeded[1].tokens()
+
+    async def test_temperature_zero_is_greedy(self, backend: Backend, tmp_path: Path) -> None:
+        greedy = await sampled(backend.engine, request(temperature=0.0, seed=1))
+        assert greedy.tokens() == (await sampled(backend.engine, request(temperature=0.0, seed=2))).tokens()
+        assert greedy.tokens() == (await sampled(backend.engine, request(top_k=1, seed=3))).tokens()
+        assert greedy.tokens() == (await sampled(backend.engine, request(top_p=1e-6, seed=4))).tokens()
+
+    async def test_stop_in_all_its_forms(self, backend: Backend, tmp_path: Path) -> None:
+        free = await sampled(backend.engine, request(temperature=0.0, max_tokens=6))
+        stopper = free.tokens()[2]
+        first = free.tokens().index(stopper) + 1
+        stopped = await sampled(backend.engine, request(temperature=0.0, max_tokens=6, stop=(stopper,)))
+        assert stopped.tokens() == free.tokens()[:first], "the stop is part of the tokens, once"
+        assert stopped.ends() == ["stop"]
+        assert free.ends() == ["length"]
+
+    async def test_max_tokens_none_fills_the_context(self, backend: Backend, tmp_path: Path) -> None:
+        long = text(*[1 + i % 5 for i in range(backend.facts.max_context_length - 5)])
+        got = await sampled(backend.engine, request(prompt=long, max_tokens=None))
+        assert len(got.tokens()) == 5
+        assert got.ends() == ["length"]
+
+    async def test_logprobs_are_of_the_scaled_distribution(self, backend: Backend, tmp_path: Path) -> None:
+        """The sum over all tokens of a one-token sample's probability, drawn often enough to have seen the likely
+        ones: exp(logprob) of one token is the same whenever it is drawn, and sums to at most 1."""
+        seen: dict[int, float] = {}
+        for seed in range(3):
+            got = await sampled(backend.engine, request(num_samples=40, seed=seed, max_tokens=1, temperature=0.5))
+            for sample in range(40):
+                token, logprob = got.tokens(sample)[0], got.logprobs(sample)[0]
+                assert math.isclose(seen.setdefault(token, logprob), logprob, abs_tol=TOLERANCE)
+        assert sum(map(math.exp, seen.values())) <= 1 + TOLERANCE
+        cut = await sampled(backend.engine, request(num_samples=40, max_tokens=1, temperature=0.5, top_k=2))
+        for sample in range(40):
+            if cut.tokens(sample)[0] in seen:  # before top-k and top-p cut it
+                assert math.isclose(seen[cut.tokens(sample)[0]], cut.logprobs(sample)[0], abs_tol=TOLERANCE)
+
+    # ------------------------------------------------------------------------------------------------ scores
+    async def test_prompt_scores_come_once(self, backend: Backend, tmp_path: Path) -> None:
+        got = await sampled(
+            backend.engine, request(num_samples=2, prompt_logprobs=True, topk_prompt_logprobs=3, stream=True)
+        )
+        carriers = [delta for delta in got.deltas if delta.prompt is not None]
+        assert len(carriers) == 1
+        scores = carriers[0].prompt
+        assert scores is not None
+        assert scores.topk is not None
+        assert scores.logprobs.shape == (3,)
+        assert np.isnan(scores.logprobs[0])
+        assert (scores.logprobs[1:] <= 0).all()
+        assert scores.topk.token_ids.shape == scores.topk.logprobs.shape == (3, 3)
+        assert (scores.topk.token_ids[0] == 0).all()
+        assert (scores.topk.logprobs[0] == -99999.0).all()
+        assert (np.diff(scores.topk.logprobs[1:], axis=1) <= 0).all()
+        assert (await sampled(backend.engine, request())).prompt_logprobs == []
+
+    async def test_the_sampler_scores_as_the_trainer_does(self, backend: Backend, tmp_path: Path) -> None:
+        model = await trained(backend)
+        ref = await frozen(model, for_disk=False)
+        await backend.engine.publish(ref)
+        got = await sampled(backend.engine, request(ref.version, prompt_logprobs=True, max_tokens=5))
+        everything = [1, 2, 3, *got.tokens()]
+        item = datum(everything[:-1], everything[1:])
+        logprobs = [float(x) for x in (await output(model.forward((item,)))).loss_fn_outputs[0]["logprobs"]]
+        assert near(got.prompt_logprobs[1:], logprobs[:2])
+        assert near(got.logprobs(), logprobs[2:])
+
+    # ------------------------------------------------------------------------------------------------ versions
+    @pytest.mark.parametrize("for_disk", [True, False])
+    async def test_a_version_is_served_from_publish_to_release(
+        self, backend: Backend, tmp_path: Path, for_disk: bool
+    ) -> None:
+        engine = backend.engine
+        ref = await frozen(await trained(backend), for_disk=for_disk)
+        await fails(engine, request(ref.version), NotFound)
+        await engine.publish(ref)
+        await engine.publish(ref)
+        got = await sampled(engine, request(ref.version))
+        assert {delta.version for delta in got.deltas} == {ref.version}
+        await backend.trainer.drop(ref)
+        await sampled(engine, request(ref.version))
+        await engine.release(ref.version)
+        await engine.release(ref.version)
+        await fails(engine, request(ref.version), NotFound)
+        await engine.release(Version(model_id="never", number=1))
+
+    async def test_a_version_that_nobody_took(self, backend: Backend, tmp_path: Path) -> None:
+        ref = await frozen(await trained(backend))
+        with pytest.raises(NotFound):
+            await backend.engine.publish(replace(ref, version=Version(model_id="model", number=99)))
+        await fails(backend.engine, request(Version(model_id="model", number=99)), NotFound)
+
+    async def test_a_version_does_not_change_while_training_goes_on(self, backend: Backend, tmp_path: Path) -> None:
+        model, engine = await trained(backend), backend.engine
+        ref = await frozen(model, for_disk=False)
+        await model.train(1)  # between the snapshot and its publication, too
+        await engine.publish(ref)
+        before = await sampled(engine, request(ref.version, prompt_logprobs=True))
+        await model.train(3)
+        newer = await frozen(model)
+        await engine.publish(newer)
+        after = await sampled(engine, request(ref.version, prompt_logprobs=True))
+        moved = await sampled(engine, request(newer.version, prompt_logprobs=True))
+        base = await sampled(engine, request(None, prompt_logprobs=True))
+        assert after.tokens() == before.tokens()
+        assert near(after.prompt_logprobs, before.prompt_logprobs)
+        assert not near(moved.prompt_logprobs, before.prompt_logprobs)
+        assert not near(base.prompt_logprobs, before.prompt_logprobs)
+
+    async def test_a_version_outlives_its_model(self, backend: Backend, tmp_path: Path) -> None:
+        model = await trained(backend)
+        ref = await frozen(model, for_disk=False)
+        await backend.engine.publish(ref)
+        before = await sampled(backend.engine, request(ref.version, prompt_logprobs=True))
+        await result(model.send(DeleteModel))
+        after = await sampled(backend.engine, request(ref.version, prompt_logprobs=True))
+        assert near(after.prompt_logprobs, before.prompt_logprobs)
+
+    async def test_a_version_from_a_checkpoint_is_the_one_that_was_saved(
+        self, backend: Backend, tmp_path: Path
+    ) -> None:
+        model, engine = await trained(backend), backend.engine
+        ref = await frozen(model)
+        source = await saved(backend.trainer, ref, tmp_path / "a")
+        await engine.publish(ref)
+        live = await sampled(engine, request(ref.version, prompt_logprobs=True))
+        await engine.release(ref.version)
+        await backend.trainer.drop(ref)
+        await engine.publish(replace(ref, directory=source.directory))
+        read = await sampled(engine, request(ref.version, prompt_logprobs=True))
+        assert near(read.prompt_logprobs, live.prompt_logprobs)
+        assert read.tokens() == live.tokens()
+        gone = replace(ref, version=Version(model_id="x", number=1), directory=str(tmp_path / "none"))
+
+        async def use() -> None:  # read now, or at first use
+            await engine.publish(gone)
+            await sampled(engine, request(gone.version))
+
+        with pytest.raises(NotFound):
+            await use()
+
+    async def test_a_release_leaves_running_requests_alone(self, backend: Backend, tmp_path: Path) -> None:
+        engine = backend.engine
+        ref = await frozen(await trained(backend), for_disk=False)
+        await engine.publish(ref)
+        undisturbed = await sampled(engine, request(ref.version, max_tokens=10))
+        got = Sampled()
+        async for delta in engine.sample(request(ref.version, max_tokens=10, stream=True)):
+            if not got.deltas:
+                await engine.release(ref.version)
+            got.deltas.append(delta)
+        assert got.tokens() == undisturbed.tokens()
+        assert near(got.logprobs(), undisturbed.logprobs())
+
+    # ------------------------------------------------------------------------------------------------ the end of it
+    async def test_cancel_ends_a_request_alone(self, backend: Backend, tmp_path: Path) -> None:
+        engine = backend.engine
+        wanted = request(max_tokens=None, stream=True)
+        undisturbed = asyncio.ensure_future(sampled(engine, request(seed=5, max_tokens=12)))
+        got = Sampled()
+
+        async def consume() -> None:
+            async for delta in engine.sample(wanted):
+                if not got.deltas:
+                    await engine.cancel(wanted.request_id)
+                got.deltas.append(delta)
+
+        await asyncio.wait_for(consume(), DEADLINE_S)
+        assert got.ends() == []
+        assert len(got.tokens()) < backend.facts.max_context_length - 3
+        assert len((await undisturbed).tokens()) == 12
+        await engine.cancel("never seen")
+
+    async def test_closing_the_iterator_cancels(self, backend: Backend, tmp_path: Path) -> None:
+        """As often as there is room, and once more: a request that was not cancelled would be in the way."""
+        for _ in range(10):
+            deltas = backend.engine.sample(request(max_tokens=12, stream=True))
+            assert (await anext(aiter(deltas))).sample == 0
+            await cast(Any, deltas).aclose()
+        assert len((await sampled(backend.engine, request())).tokens()) == 4
+
+    async def test_a_full_queue_says_so_and_the_others_end(self, backend: Backend, tmp_path: Path) -> None:
+        outcomes = await asyncio.gather(
+            *(sampled(backend.engine, request(seed=i)) for i in range(40)), return_exceptions=True
+        )
+        refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        assert refused
+        assert all(isinstance(outcome, Overloaded) for outcome in refused)
+        assert all(len(outcome.tokens()) == 4 for outcome in outcomes if isinstance(outcome, Sampled))
+        assert len((await sampled(backend.engine, request())).tokens()) == 4
+
+    # ------------------------------------------------------------------------------------------------ bad input
+    @pytest.mark.parametrize(
+        ("fields", "named"),
+        [
+            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": 10**6}, "max_tokens"),
+            ({"temperature": -1.0}, "temperature"),
+            ({"temperature": math.nan}, "temperature"),
+            ({"top_p": 0.0}, "top_p"),
+            ({"top_p": 1.5}, "top_p"),
+            ({"top_k": 0}, "top_k"),
+            ({"prompt": ()}, "prompt"),
+            ({"prompt": text(1, 10**6)}, "prompt"),
+            ({"prompt": text(1, -1)}, "prompt"),
+            ({"num_samples": 0}, "num_samples"),
+            ({"topk_prompt_logprobs": 10**4}, "topk_prompt_logprobs"),
+        ],
+    )
+    async def test_bad_input_is_refused_by_name(
+        self, backend: Backend, tmp_path: Path, fields: dict[str, Any], named: str
+    ) -> None:
+        assert named in await fails(backend.engine, request(**fields), UserError)
+        assert len((await sampled(backend.engine, request())).tokens()) == 4

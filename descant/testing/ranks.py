@@ -1,0 +1,77 @@
+"""Replicas on tiny models, in this process: the real turn loop, learner and sampler, in milliseconds.
+
+``build_*`` can also be named in ``RankSpec.build`` ("descant.testing.ranks:build_tiny"): then ``model`` is the
+directory of a tiny model, and the rank is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from descant.model.load import ModelSource, load_model
+from descant.ranks.replica import Replica
+from descant.ranks.settings import RankSettings, RankSpec
+from descant.ranks.turns import Microbatch
+from descant.ranks.worker import Worker
+from descant.testing.tiny import tiny_model
+
+SETTINGS = RankSettings(
+    dtype="float32",
+    device="cpu",
+    num_threads=1,
+    microbatch_tokens=16,
+    kv_bytes=1 << 20,
+    max_running=4,
+    max_waiting=4,
+    step_tokens=32,
+)
+"""Small limits, so that passes are shared and split, queues fill, and prompts come in chunks."""
+
+
+def build_tiny(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
+    torch.set_num_threads(1)
+    phase("loading a tiny model")
+    source = ModelSource(name="tiny", directory=Path(spec.model))
+    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False)
+    return Worker(model, spec.settings)
+
+
+def build_slow(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
+    """A training pass lasts until the test has ended the rank."""
+    worker = build_tiny(spec, phase)
+
+    def microbatch(turn: Microbatch) -> list[object]:
+        time.sleep(3600)
+        return []
+
+    worker.microbatch = microbatch  # type: ignore[method-assign, assignment]
+    return worker
+
+
+def build_crashing(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
+    phase("looking for trouble")
+    print("about to crash", flush=True)
+    os.abort()
+
+
+@asynccontextmanager
+async def tiny_replica(
+    directories: pytest.TempPathFactory, *, settings: RankSettings = SETTINGS, arch: str = "llama"
+) -> AsyncIterator[Replica]:
+    """A replica in process, closed at the end; the model is written once a session."""
+    directory = directories.getbasetemp() / f"tiny-{arch}"
+    if not directory.exists():
+        tiny_model(arch, directory)
+    spec = RankSpec(model=str(directory), settings=settings)
+    replica = await Replica.in_process(lambda phase: build_tiny(spec, phase), settings)
+    try:
+        yield replica
+    finally:
+        await replica.close()

@@ -1,0 +1,308 @@
+"""The engines keep their promises, and the suite notices one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from descant.errors import DescantError, Overloaded
+from descant.service.service import Backend
+from descant.testing.engine import EngineSuite
+from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld, Weights
+from descant.testing.ranks import tiny_replica
+from descant.types import PromptScores, SampleDelta, SampleRequest, SnapshotRef, StopReason, Version
+
+
+class TestFakeEngine(EngineSuite):
+    @pytest.fixture
+    async def backend(self) -> Backend:
+        world = FakeWorld()
+        return Backend(facts=world.facts, trainer=FakeTrainer(world), engine=FakeEngine(world, max_running=8))
+
+
+class TestReplica(EngineSuite):
+    @pytest.fixture
+    async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
+        async with tiny_replica(tmp_path_factory) as replica:
+            yield Backend(facts=replica.facts, trainer=replica, engine=replica)
+
+
+# ---------------------------------------------------------------------------------- broken on purpose, once per clause
+
+Drawn = tuple[list[int], list[float], StopReason]
+
+
+class NothingFits(FakeEngine):
+    def __init__(self, world: FakeWorld, **options: Any):
+        super().__init__(world, **options)
+        self.capabilities = replace(self.capabilities, max_num_samples=0)
+
+
+class Altered(FakeEngine):
+    """Each delta, altered."""
+
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        raise NotImplementedError
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        async for delta in super().sample(request):
+            for altered in self.alter(delta):
+                yield altered
+
+
+class NeverEnds(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        return [replace(delta, stop_reason=None)]
+
+
+class EndsTwice(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        return [delta, replace(delta, tokens=delta.tokens[:0], logprobs=delta.logprobs[:0])]
+
+
+class OneSample(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        return [delta] if delta.sample == 0 else []
+
+
+class NoVersion(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        return [replace(delta, version=None)]
+
+
+class PromptEveryTime(Altered):
+    last: PromptScores | None = None
+
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        self.last = delta.prompt or self.last
+        return [replace(delta, prompt=self.last)]
+
+
+class FirstScoreIsZero(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        if delta.prompt is None:
+            return [delta]
+        return [replace(delta, prompt=replace(delta.prompt, logprobs=np.nan_to_num(delta.prompt.logprobs)))]
+
+
+class Requested(FakeEngine):
+    """Each request, altered."""
+
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        raise NotImplementedError
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        async for delta in super().sample(self.wanted(request)):
+            yield delta
+
+
+class StreamsNothing(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, stream=False)
+
+
+class StreamsAlways(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, stream=True)
+
+
+class Params(Requested):
+    """Sampling parameters, altered."""
+
+    change: dict[str, Any]
+
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, sampling_params=replace(request.sampling_params, **self.change))
+
+
+class IgnoresSeed(Params):
+    change = {"seed": None}  # noqa: RUF012
+
+
+class OneSeed(Params):
+    change = {"seed": 3}  # noqa: RUF012
+
+
+class IgnoresTemperature(Params):
+    change = {"temperature": 1.0}  # noqa: RUF012
+
+
+class IgnoresStop(Params):
+    change = {"stop": ()}  # noqa: RUF012
+
+
+class ShortByDefault(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        params = request.sampling_params
+        return replace(request, sampling_params=replace(params, max_tokens=params.max_tokens or 3))
+
+
+class OneTemperatureScores(FakeEngine):
+    """Log-probabilities at temperature 1, whatever it was."""
+
+    def _draw(self, request: SampleRequest, weights: Weights | None, index: int) -> Drawn:
+        tokens, logprobs, reason = super()._draw(request, weights, index)
+        return tokens, [logprob * 0.5 for logprob in logprobs], reason
+
+
+class SameSamples(FakeEngine):
+    def _draw(self, request: SampleRequest, weights: Weights | None, index: int) -> Drawn:
+        return super()._draw(request, weights, 0)
+
+
+class CutsTheStop(FakeEngine):
+    def _draw(self, request: SampleRequest, weights: Weights | None, index: int) -> Drawn:
+        tokens, logprobs, reason = super()._draw(request, weights, index)
+        return (tokens[:-1], logprobs[:-1], reason) if reason == "stop" else (tokens, logprobs, reason)
+
+
+class ScoresTheBase(FakeEngine):
+    def _prompt_scores(self, request: SampleRequest, weights: Weights | None) -> PromptScores | None:
+        return super()._prompt_scores(request, None)
+
+
+class ServesTheUnpublished(FakeEngine):
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        if request.version in self.world.snapshots:
+            self.world.published[request.version] = self.world.snapshots[request.version].weights
+        async for delta in super().sample(request):
+            yield delta
+
+
+class ServesTheReleased(FakeEngine):
+    async def release(self, version: Version) -> None:
+        pass
+
+
+class ReleasesOnce(FakeEngine):
+    async def release(self, version: Version) -> None:
+        del self.world.published[version]
+
+
+class ReleasesTheRunning(FakeEngine):
+    async def release(self, version: Version) -> None:
+        for running in self._running.values():
+            running.set()
+        await super().release(version)
+
+
+class PublishesAnything(FakeEngine):
+    async def publish(self, ref: SnapshotRef) -> None:
+        if ref.version not in self.world.snapshots and ref.directory is None:
+            ref = next(iter(self.world.snapshots.values())).ref
+        await super().publish(ref)
+
+
+class PublishesTheLive(FakeEngine):
+    async def publish(self, ref: SnapshotRef) -> None:
+        await super().publish(ref)
+        if (adapter := self.world.adapters.get(ref.version.model_id)) is not None:
+            self.world.published[ref.version] = adapter.weights
+
+
+class ForgetsWithTheModel(FakeEngine):
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        if request.version is not None and request.version.model_id not in self.world.adapters:
+            self.world.published.pop(request.version, None)
+        async for delta in super().sample(request):
+            yield delta
+
+
+class ReadsBadly(FakeEngine):
+    async def publish(self, ref: SnapshotRef) -> None:
+        await super().publish(ref)
+        if ref.directory is not None:
+            self.world.published[ref.version].b *= 0.5
+
+
+class CancelsAll(FakeEngine):
+    async def cancel(self, request_id: str) -> None:
+        for running in self._running.values():
+            running.set()
+
+
+class CancelsNothing(FakeEngine):
+    async def cancel(self, request_id: str) -> None:
+        pass
+
+
+class Leaks(FakeEngine):
+    """A request that was closed keeps its place."""
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        held = getattr(self, "held", 0)
+        if held >= self.max_running:
+            raise Overloaded("full")
+        self.held = held + 1
+        async for delta in super().sample(request):
+            yield delta
+        self.held -= 1
+
+
+class Unbounded(FakeEngine):
+    def __init__(self, world: FakeWorld, **options: Any):
+        super().__init__(world)
+
+
+class ChecksNothing(FakeEngine):
+    def _check(self, request: SampleRequest) -> None:
+        pass
+
+
+class ChecksVaguely(FakeEngine):
+    def _check(self, request: SampleRequest) -> None:
+        try:
+            super()._check(request)
+        except DescantError as error:
+            raise type(error)("bad request") from None
+
+
+@pytest.mark.parametrize(
+    ("broken", "clause", "arguments"),
+    [
+        (NothingFits, "test_is_an_engine", ()),
+        (NeverEnds, "test_every_sample_ends_once", ()),
+        (EndsTwice, "test_every_sample_ends_once", ()),
+        (OneSample, "test_every_sample_ends_once", ()),
+        (StreamsAlways, "test_every_sample_ends_once", ()),
+        (StreamsNothing, "test_streaming_is_the_same_in_pieces", ()),
+        (IgnoresSeed, "test_a_seed_fixes_the_samples_and_zero_is_one", ()),
+        (OneSeed, "test_a_seed_fixes_the_samples_and_zero_is_one", ()),
+        (SameSamples, "test_a_seed_fixes_the_samples_and_zero_is_one", ()),
+        (IgnoresTemperature, "test_temperature_zero_is_greedy", ()),
+        (IgnoresStop, "test_stop_in_all_its_forms", ()),
+        (CutsTheStop, "test_stop_in_all_its_forms", ()),
+        (ShortByDefault, "test_max_tokens_none_fills_the_context", ()),
+        (OneTemperatureScores, "test_logprobs_are_of_the_scaled_distribution", ()),
+        (PromptEveryTime, "test_prompt_scores_come_once", ()),
+        (FirstScoreIsZero, "test_prompt_scores_come_once", ()),
+        (ScoresTheBase, "test_the_sampler_scores_as_the_trainer_does", ()),
+        (NoVersion, "test_a_version_is_served_from_publish_to_release", (True,)),
+        (ServesTheUnpublished, "test_a_version_is_served_from_publish_to_release", (True,)),
+        (ServesTheReleased, "test_a_version_is_served_from_publish_to_release", (True,)),
+        (ReleasesOnce, "test_a_version_is_served_from_publish_to_release", (False,)),
+        (PublishesAnything, "test_a_version_that_nobody_took", ()),
+        (PublishesTheLive, "test_a_version_does_not_change_while_training_goes_on", ()),
+        (ForgetsWithTheModel, "test_a_version_outlives_its_model", ()),
+        (ReadsBadly, "test_a_version_from_a_checkpoint_is_the_one_that_was_saved", ()),
+        (ReleasesTheRunning, "test_a_release_leaves_running_requests_alone", ()),
+        (CancelsNothing, "test_cancel_ends_a_request_alone", ()),
+        (CancelsAll, "test_cancel_ends_a_request_alone", ()),
+        (Leaks, "test_closing_the_iterator_cancels", ()),
+        (Unbounded, "test_a_full_queue_says_so_and_the_others_end", ()),
+        (ChecksNothing, "test_bad_input_is_refused_by_name", ({"max_tokens": 0}, "max_tokens")),
+        (ChecksVaguely, "test_bad_input_is_refused_by_name", ({"top_p": 0.0}, "top_p")),
+    ],
+)
+async def test_the_suite_sees_a_broken_engine(
+    broken: type[FakeEngine], clause: str, arguments: tuple[Any, ...], tmp_path: Path
+) -> None:
+    world = FakeWorld()
+    backend = Backend(facts=world.facts, trainer=FakeTrainer(world), engine=broken(world, max_running=8))
+    with pytest.raises((AssertionError, pytest.fail.Exception, DescantError, KeyError)):
+        await getattr(EngineSuite(), clause)(backend, tmp_path, *arguments)
