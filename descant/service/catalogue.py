@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Executable, Row, delete, insert, select, update
+from sqlalchemy import Connection, Executable, Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from descant.service import schema
 from descant.service.database import Database
@@ -82,10 +81,10 @@ class Catalogue:
         values = asdict(record) | {"tags": list(record.tags), "idempotency_key": idempotency_key}
         same = select(table).where(table.c.owner == record.owner, table.c.idempotency_key == idempotency_key)
 
-        async def insert_once(connection: AsyncConnection) -> Row[Any] | None:
-            if idempotency_key is not None and (found := (await connection.execute(same)).one_or_none()) is not None:
+        def insert_once(connection: Connection) -> Row[Any] | None:
+            if idempotency_key is not None and (found := connection.execute(same).one_or_none()) is not None:
                 return found
-            await connection.execute(insert(table).values(values))
+            connection.execute(insert(table).values(values))
             return None
 
         older = await self._database.write(insert_once)
@@ -190,9 +189,9 @@ class Catalogue:
         return await self._database.read(statement)
 
     async def _write(self, *statements: Executable) -> None:
-        async def execute(connection: AsyncConnection) -> None:
+        def execute(connection: Connection) -> None:
             for statement in statements:
-                await connection.execute(statement)
+                connection.execute(statement)
 
         await self._database.write(execute)
 

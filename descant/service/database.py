@@ -1,37 +1,44 @@
 """One database, one writer. Writes that arrive together share one commit.
 
 SQLite lets one connection write at a time and makes the others wait or fail ("database is locked"). Here all writes
-go through one connection and one task, so they never meet; reads have connections of their own and, in WAL mode, see
+go through one connection on one thread, so they never meet; reads have connections of their own and, in WAL mode, see
 the last commit without waiting. A write costs one commit (an fsync: ``synchronous=FULL``) when it comes alone, and a
-part of one when many come at once.
+part of one when many come at once. Statements run on the thread as they are, a whole group for one hand-over from the
+event loop: with an asynchronous driver each statement would be handed over several times, at several times the cost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Executable, Row, event
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy import Connection, Engine, Executable, Row, create_engine, event
 
 from descant.errors import ServerError
 from descant.service.schema import migrate
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
-Work = Callable[[AsyncConnection], Awaitable[T]]
+Work = Callable[[Connection], T]
 
 MAX_GROUP = 256
 """Writes in one commit: bounds how long the first of them waits for the last."""
+
+NUM_READERS = 2
 
 
 class Database:
     """``await Database.open(path)``, then ``write`` and ``read`` until ``close``."""
 
-    def __init__(self, engine: AsyncEngine, writer: AsyncConnection):
+    def __init__(self, engine: Engine, writing: ThreadPoolExecutor, writer: Connection):
         self._engine = engine
+        self._writing = writing
+        self._reading = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="database reader")
         self._writer = writer
         self._queue: list[tuple[Work[Any], asyncio.Future[Any]]] = []
         self._wake = asyncio.Event()
@@ -45,19 +52,24 @@ class Database:
 
         Raises ``ServerError`` for a database written by a newer Descant.
         """
-        engine = create_async_engine(f"sqlite+aiosqlite:///{path}", connect_args={"timeout": 30.0})
-        event.listen(engine.sync_engine, "connect", _set_up_connection)
+        engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
+        event.listen(engine, "connect", _set_up_connection)
+        writing = ThreadPoolExecutor(1, thread_name_prefix="database writer")
+
+        def connect() -> Connection:
+            with engine.begin() as connection:
+                migrate(connection)
+            return engine.connect()
+
         try:
-            async with engine.begin() as connection:
-                await connection.run_sync(migrate)
-            writer = await engine.connect()
+            return cls(engine, writing, await asyncio.get_running_loop().run_in_executor(writing, connect))
         except BaseException:
-            await engine.dispose()
+            writing.shutdown(wait=False)
+            engine.dispose()
             raise
-        return cls(engine, writer)
 
     async def write(self, work: Work[T]) -> T:
-        """Runs ``work`` on the writing connection; on return it is committed.
+        """Runs ``work`` on the writing connection, on its thread; on return it is committed.
 
         ``work`` may run twice (again by itself, if another of its group failed), so it must do nothing but talk to
         the connection. What it raises is raised here, and nothing of it is kept. If the caller is cancelled the write
@@ -71,45 +83,57 @@ class Database:
         return await done
 
     async def read(self, statement: Executable) -> Sequence[Row[Any]]:
-        async with self._engine.connect() as connection:
-            return (await connection.execute(statement)).all()
+        def fetch() -> Sequence[Row[Any]]:
+            with self._engine.connect() as connection:
+                return connection.execute(statement).all()
+
+        return await asyncio.get_running_loop().run_in_executor(self._reading, fetch)
 
     async def close(self) -> None:
         """Finishes the writes that were asked for, then closes. Idempotent."""
         self._closing = True
         self._wake.set()
         await self._task
-        await self._writer.close()
-        await self._engine.dispose()
+        self._reading.shutdown()
+        self._writing.shutdown()
+        self._writer.close()
+        self._engine.dispose()
 
     # ----------------------------------------------------------------------------------------------------------------
 
     async def _write_groups(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._queue or not self._closing:
             await self._wake.wait()
             self._wake.clear()
             while self._queue:
                 group, self._queue = self._queue[:MAX_GROUP], self._queue[MAX_GROUP:]
-                await self._write_group(group)
+                outcomes = await loop.run_in_executor(self._writing, self._write_group, [work for work, _ in group])
+                for (_, done), outcome in zip(group, outcomes):
+                    if done.done():
+                        continue
+                    if isinstance(outcome, _Raised):
+                        done.set_exception(outcome.error)
+                    else:
+                        done.set_result(outcome)
 
-    async def _write_group(self, group: Sequence[tuple[Work[Any], asyncio.Future[Any]]]) -> None:
+    def _write_group(self, works: Sequence[Work[Any]]) -> list[Any]:
+        """On the writer's thread: what each work returned, or raised, after the commit."""
         try:
-            async with self._writer.begin():
-                results = [await work(self._writer) for work, _ in group]
+            with self._writer.begin():
+                results = [work(self._writer) for work in works]
             self.num_commits += 1
+            return results
         except Exception as error:
-            with contextlib.suppress(Exception):
-                await self._writer.rollback()
-            if len(group) == 1:
-                if not group[0][1].done():
-                    group[0][1].set_exception(error)
-                return
-            for alone in group:  # one of them is at fault; the others must not suffer for it
-                await self._write_group([alone])
-        else:
-            for (_, done), result in zip(group, results):
-                if not done.done():
-                    done.set_result(result)
+            if len(works) == 1:
+                return [_Raised(error)]
+        # One of them is at fault; the others must not suffer for it.
+        return [outcome for work in works for outcome in self._write_group([work])]
+
+
+class _Raised:
+    def __init__(self, error: Exception):
+        self.error = error
 
 
 def _set_up_connection(connection: Any, _record: object) -> None:

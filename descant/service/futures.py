@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from descant.errors import NotFound
 from descant.ports import Clock
@@ -63,10 +62,10 @@ class SqlFutureStore:
         )
         created_at = self._clock.now()
 
-        async def insert_once(connection: AsyncConnection) -> str:
-            found = (await connection.execute(select(futures.c.request_id).where(same))).scalar_one_or_none()
+        def insert_once(connection: Connection) -> str:
+            found = connection.execute(select(futures.c.request_id).where(same)).scalar_one_or_none()
             if found is None:
-                await connection.execute(
+                connection.execute(
                     insert(futures).values(
                         request_id=request_id,
                         owner=owner,
@@ -139,8 +138,8 @@ class SqlFutureStore:
         await self._save_unsaved()
         old = select(futures.c.id).where(futures.c.finished_at < finished_before).limit(PRUNE_CHUNK)
 
-        async def delete_some(connection: AsyncConnection) -> int:
-            return (await connection.execute(delete(futures).where(futures.c.id.in_(old)))).rowcount
+        def delete_some(connection: Connection) -> int:
+            return connection.execute(delete(futures).where(futures.c.id.in_(old))).rowcount
 
         num_pruned = 0
         while num_deleted := await self._database.write(delete_some):
@@ -187,8 +186,8 @@ class SqlFutureStore:
             )
         )
 
-        async def finish(connection: AsyncConnection) -> None:
-            await connection.execute(statement)
+        def finish(connection: Connection) -> None:
+            connection.execute(statement)
 
         await self._database.write(finish)
 

@@ -98,7 +98,7 @@ async def test_one_bad_write_does_not_harm_its_neighbours(tmp_path: Path) -> Non
     database = await Database.open(tmp_path / "d")
     store = SqlFutureStore(database, FakeClock())
 
-    async def bad(_connection: object) -> None:
+    def bad(_connection: object) -> None:
         raise ValueError("bad")
 
     async def put(seq_id: int) -> tuple[str, bool]:
@@ -155,9 +155,9 @@ async def test_migrations_run_once_and_in_order(tmp_path: Path) -> None:
     (version,) = await database.read(select(schema.schema_version))
     assert version[0] == len(MIGRATIONS)
     ran = []
-    async with database._engine.begin() as connection:
+    with database._engine.begin() as connection:
         newer = [*MIGRATIONS, lambda _: ran.append(1), lambda _: ran.append(2)]
-        assert await connection.run_sync(migrate, newer) == len(MIGRATIONS)
+        assert migrate(connection, newer) == len(MIGRATIONS)
     assert ran == [1, 2]
     await database.close()
     with pytest.raises(ServerError, match="newer version"):
