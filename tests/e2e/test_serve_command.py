@@ -1,0 +1,153 @@
+"""``descant serve`` as a process: what it prints, a rank that dies under it, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from descant.testing.tiny import tiny_model
+
+START_S = 180
+END_S = 60
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    printed: list[str]
+
+
+@contextmanager
+def serve(model: Path, data_dir: Path) -> Iterator[Server]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "descant.cli", "serve", str(model), "--port", "0"]
+    with (data_dir.parent / "server.log").open("ab") as log:
+        process = subprocess.Popen(
+            [*command, "--set", f"data_dir={data_dir}"], stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+        )
+    try:
+        assert process.stdout is not None
+        printed = []
+        for line in process.stdout:  # ends with the process, which ends with its own deadlines
+            printed.append(line.strip())
+            if line.strip().startswith("export TINKER_API_KEY"):
+                break
+        urls = [line.partition("=")[2] for line in printed if line.startswith("export TINKER_BASE_URL=")]
+        assert urls, (data_dir.parent / "server.log").read_text()
+        yield Server(process, urls[0], printed)
+    finally:
+        process.kill()
+        process.wait(END_S)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")  # at exit the SDK would wait for a server that is gone
+
+
+def batch() -> list[types.Datum]:
+    tokens = np.arange(10, 20)
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+            loss_fn_inputs={
+                "target_tokens": types.TensorData.from_numpy(tokens[1:].astype(np.int64)),
+                "weights": types.TensorData.from_numpy(np.ones(9, np.float32)),
+            },
+        )
+    ]
+
+
+def create(url: str, model: Path) -> tuple[tinker.ServiceClient, tinker.TrainingClient]:
+    service_client = tinker.ServiceClient(base_url=url, api_key="tml-test-key-1")
+    return service_client, service_client.create_lora_training_client(str(model), rank=4, seed=0).result()
+
+
+def step(client: tinker.TrainingClient) -> None:
+    backward = client.forward_backward(batch(), "cross_entropy")
+    update = client.optim_step(types.AdamParams(learning_rate=1e-2))
+    backward.result(timeout=END_S)
+    update.result(timeout=END_S)
+
+
+def loss(client: tinker.TrainingClient) -> float:
+    return client.forward(batch(), "cross_entropy").result(timeout=END_S).metrics["loss:sum"]
+
+
+def rank_pids(server: Server) -> list[int]:
+    """Children of the server that run a rank."""
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_rank_that_is_killed_loses_its_models_by_name_and_is_started_again(model: Path, tmp_path: Path):
+    data_dir = tmp_path / "data"
+    with serve(model, data_dir) as server:
+        assert f"data in {data_dir}" in server.printed
+        service_client, client = create(server.url, model)
+        step(client)
+        path = client.save_state("before").result(timeout=END_S).path
+        expected = loss(client)
+
+        [pid] = rank_pids(server)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(tinker.RequestFailedError):  # it may have reached the old rank: then it names its death
+            loss(client)
+        with pytest.raises(tinker.RequestFailedError, match=path):
+            loss(client)
+
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
+                break
+            except tinker.RequestFailedError:  # the new rank still loads
+                assert time.monotonic() < deadline
+        assert loss(resumed) == expected
+        assert rank_pids(server) != [pid]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_server_and_rank_and_a_checkpoint_goes_on(model: Path, tmp_path: Path, number: int):
+    with serve(model, tmp_path / "data") as server:
+        _, client = create(server.url, model)
+        step(client)
+        path = client.save_state("before").result(timeout=END_S).path
+        expected = loss(client)
+        [pid] = rank_pids(server)
+        server.process.send_signal(number)
+        assert server.process.wait(END_S) == 0
+        assert not Path(f"/proc/{pid}").exists()
+    with serve(model, tmp_path / "data") as server:
+        service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
+        resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
+        assert loss(resumed) == expected
+
+
+def test_a_model_that_cannot_be_served_is_a_sentence_and_code_2(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    command = [sys.executable, "-m", "descant.cli", "serve", str(tmp_path / "empty"), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--set", f"data_dir={tmp_path / 'data'}"], capture_output=True, text=True, timeout=START_S
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("descant: ")
