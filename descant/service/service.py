@@ -26,6 +26,7 @@ from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRec
 from descant.service.jobs import Job, Jobs
 from descant.service.names import check_checkpoint_name, model_id_of, parse_path, sampling_session_id_of
 from descant.service.queue import Finish, ModelQueue
+from descant.service.resume import Resume
 from descant.service.samplers import Publications
 from descant.service.saves import Saves, check_ttl, drop
 from descant.types import (
@@ -34,7 +35,6 @@ from descant.types import (
     Checkpoint,
     CheckpointName,
     CheckpointSource,
-    CheckpointType,
     Command,
     CreateModel,
     Encoded,
@@ -192,6 +192,7 @@ class Service:
         self._clock = clock
         self._settings = settings or ServiceSettings()
         self._jobs = Jobs(futures=futures, clock=clock, encode=encode)
+        self._resume = Resume(catalogue=catalogue, checkpoints=checkpoints)
         self._saves = Saves(checkpoints=checkpoints, catalogue=catalogue, clock=clock)
         self._publications = {
             name: Publications(engine=backend.engine, checkpoints=checkpoints)
@@ -214,7 +215,8 @@ class Service:
             self._sessions[record.session_id] = _Session(record=record, last_seen=now)
         await self._catalogue.lose(base=None, reason="the server was restarted")
         pending = await self._futures.pending()
-        await self._fail_interrupted(pending)
+        errors = await self._resume.interrupted(pending)
+        await asyncio.gather(*(self._jobs.resolve(request_id, error) for request_id, error in errors.items()))
         if pending:
             log.info("%d requests were pending when the server ended; they have failed", len(pending))
         self._sweeper = asyncio.create_task(self._sweep_for_ever(), name="service sweeper")
@@ -227,7 +229,7 @@ class Service:
         await self._jobs.close()
 
     async def backend_restarted(self, base: str) -> None:
-        """To be called when a base's process has died and another serves in its place: whatever lived in the old one
+        """To be called when a base's process has died, before or after another takes its place: whatever lived in it
         is lost. Its models' pending requests fail, and so does every later one, naming where to resume."""
         await self._lose(self._bases[base], "the process that held it ended and was started again")
 
@@ -722,7 +724,7 @@ class Service:
             if isinstance(model, _Model) and not model.lost:
                 model.queue.submit(command, job=job, finish=finish)
             else:
-                self._jobs.start(job, self._raise_lost(record))
+                self._jobs.start(job, self._raise_lost(record.model_id))
 
         request_id = await self._accept(
             key=FutureKey(kind="train", scope=record.model_id, seq_id=command.seq_id),
@@ -799,7 +801,7 @@ class Service:
     ) -> SampleOutput:
         publications = self._publications[sampler.base]
         if sampler.ephemeral and not publications.holds(sampler.version):
-            raise await self._lost_sampler(sampler)
+            raise await self._resume.sampler(sampler)
         self._samplers[sampler.sampling_session_id] = sampler
         session.samplers.add(sampler.sampling_session_id)
         await publications.provide(sampler)
@@ -812,59 +814,19 @@ class Service:
             prompt_logprobs=submission.prompt_logprobs,
             topk_prompt_logprobs=submission.topk_prompt_logprobs,
         )
-        return await samplers.sample(self._backends[sampler.base].engine, request)
+        deadline = self._clock.monotonic() + self._settings.stall_timeout_s
+        while True:
+            try:
+                return await samplers.sample(self._backends[sampler.base].engine, request)
+            except Overloaded as error:  # the request was accepted here, so it waits here
+                if self._clock.monotonic() >= deadline:
+                    raise
+                await self._clock.sleep(error.retry_after_s)
 
     # ================================================================================================ losing
 
-    async def _raise_lost(self, model: ModelRecord) -> Answer:
-        raise Lost(await self._lost_sentence(model.model_id))
-
-    async def _lost_sampler(self, sampler: SamplingSessionRecord) -> Lost:
-        assert sampler.version is not None
-        return Lost(
-            f"the weights of sampling session {sampler.sampling_session_id!r} were never written to a file; "
-            + await self._lost_sentence(sampler.version.model_id)
-        )
-
-    async def _lost_sentence(self, model_id: str) -> str:
-        record = await self._catalogue.model(model_id)
-        why = record.status_reason if record is not None and record.status_reason else "its process ended"
-        return f"model {model_id!r} is lost ({why}); {await self._where_to_resume(model_id, record)}"
-
-    async def _where_to_resume(self, model_id: str, record: ModelRecord | None) -> str:
-        try:
-            found = await self._checkpoints.list(model_id)
-        except Exception:
-            log.exception("the checkpoints of model %s could not be listed", model_id)
-            return "its checkpoints could not be listed"
-        wanted: tuple[CheckpointType, ...] = ("weights", "sampler_weights")
-        for type_ in wanted:
-            for checkpoint in found:
-                if checkpoint.name.type == type_:
-                    return f"its newest checkpoint to resume from is {checkpoint.name.uri}"
-        if record is not None and record.source_uri is not None:
-            return f"it has no checkpoint of its own; it was made from {record.source_uri}"
-        return "it has no checkpoint to resume from"
-
-    async def _fail_interrupted(self, pending: Sequence[FutureState]) -> None:
-        """Futures that were pending when the server ended. Many may be of one model: it is looked up once."""
-        whys = {(state.key.kind, state.key.scope): "" for state in pending}
-        for kind, scope in whys:
-            if kind == "train":
-                whys[kind, scope] = await self._lost_sentence(scope)
-            elif kind == "sample":
-                sampler = await self._catalogue.sampling_session(scope)
-                lost = sampler is not None and sampler.status == "lost"
-                whys[kind, scope] = (await self._lost_sampler(sampler)).message if sampler and lost else "sample again"
-            else:
-                whys[kind, scope] = "create it again with another client"
-
-        async def fail(state: FutureState) -> None:
-            why = whys[state.key.kind, state.key.scope]
-            error = Lost(f"{state.operation} did not end before the server was restarted: {why}")
-            await self._jobs.resolve(state.request_id, error)
-
-        await asyncio.gather(*(fail(state) for state in pending))
+    async def _raise_lost(self, model_id: str) -> Answer:
+        raise await self._resume.model(model_id)
 
     async def _lose(self, base: str, reason: str, error: Exception | None = None) -> None:
         """What lived on this base is lost. ``error``: what its pending requests fail with instead of a sentence per
@@ -875,9 +837,9 @@ class Service:
         jobs = self._jobs.where(lambda job: job.base == base and (job.model_id is not None or error is not None))
         self._publications[base].forget()
         await self._catalogue.lose(base=base, reason=reason)
-        sentences = {model.record.model_id: await self._lost_sentence(model.record.model_id) for model in lost}
+        errors = {model.record.model_id: await self._resume.model(model.record.model_id) for model in lost}
         for job in jobs:
-            self._jobs.fail(job, error or Lost(sentences.get(job.model_id or "", reason)))
+            self._jobs.fail(job, error or errors.get(job.model_id or "") or Lost(reason))
         for model in lost:
             self._models.pop(model.record.model_id, None)
             model.queue.end(reason)

@@ -69,6 +69,7 @@ class Harness:
         self.clock = FakeClock()
         self.checkpoints = FakeCheckpointStore(path / "checkpoints")
         self.settings = ServiceSettings()
+        self.max_running = 1024
         self.hook: Callable[[object], Any] | None = None
         self.futures_class = SqlFutureStore
 
@@ -84,7 +85,11 @@ class Harness:
         self.futures = self.futures_class(self.database, self.clock)
         self.service = Service(
             backends=[
-                Backend(facts=self.world.facts, trainer=self.trainer, engine=FakeEngine(self.world)),
+                Backend(
+                    facts=self.world.facts,
+                    trainer=self.trainer,
+                    engine=FakeEngine(self.world, max_running=self.max_running),
+                ),
                 Backend(
                     facts=replace(self.other.facts, aliases=()),
                     trainer=FakeTrainer(self.other),

@@ -153,6 +153,17 @@ async def test_so_many_samples_and_no_more(harness: Harness) -> None:
     await harness.result(await harness.sample(id_, 100)), "neither an end nor a repetition keeps a place"
 
 
+async def test_an_engine_that_is_full_is_waited_for(harness: Harness) -> None:
+    harness.max_running = 4
+    await harness.restart()
+    id_ = await sampler(harness, await harness.session(), 0)
+    sent = await asyncio.gather(*(harness.sample(id_, n) for n in range(32)))
+    answers = asyncio.gather(*(harness.result(submitted) for submitted in sent))
+    while not answers.done():
+        await harness.clock.advance(1.0)
+    assert len(await answers) == 32
+
+
 async def test_what_a_sample_refuses(harness: Harness) -> None:
     id_ = await sampler(harness, await harness.session(), 0)
     for wrong, match in (

@@ -1,0 +1,74 @@
+"""What to tell somebody whose model or sampler did not survive: where to go on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from descant.errors import Lost
+from descant.ports import CheckpointStore
+from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRecord
+from descant.types import CheckpointType, FutureState
+
+log = logging.getLogger(__name__)
+
+BEST_FIRST: tuple[CheckpointType, ...] = ("weights", "sampler_weights")
+
+
+class Resume:
+    def __init__(self, *, catalogue: Catalogue, checkpoints: CheckpointStore):
+        self._catalogue = catalogue
+        self._checkpoints = checkpoints
+
+    async def model(self, model_id: str) -> Lost:
+        record = await self._catalogue.model(model_id)
+        why = record.status_reason if record is not None and record.status_reason else "its process ended"
+        return Lost(f"model {model_id!r} is lost ({why}); {await self._where(model_id, record)}")
+
+    async def sampler(self, sampler: SamplingSessionRecord) -> Lost:
+        """Of an ephemeral sampling session; one on a path has its file."""
+        assert sampler.version is not None
+        model = await self.model(sampler.version.model_id)
+        return Lost(
+            f"the weights of sampling session {sampler.sampling_session_id!r} were never written to a file; {model}"
+        )
+
+    async def interrupted(self, pending: Sequence[FutureState]) -> Mapping[str, Lost]:
+        """By request id, for futures that were pending when the server ended. Many may be of one model or sampler,
+        which is looked up once."""
+        whys: dict[tuple[str, str], str] = {}
+        for state in pending:
+            kind, scope = state.key.kind, state.key.scope
+            if (kind, scope) not in whys:
+                whys[kind, scope] = await self._why(kind, scope)
+        return {
+            state.request_id: Lost(
+                f"{state.operation} did not end before the server was restarted: "
+                + whys[state.key.kind, state.key.scope]
+            )
+            for state in pending
+        }
+
+    async def _why(self, kind: str, scope: str) -> str:
+        if kind == "train":
+            return str(await self.model(scope))
+        if kind == "sample":
+            sampler = await self._catalogue.sampling_session(scope)
+            if sampler is not None and sampler.ephemeral:
+                return str(await self.sampler(sampler))
+            return "sample again"
+        return "create it again with another client"
+
+    async def _where(self, model_id: str, record: ModelRecord | None) -> str:
+        try:
+            found = await self._checkpoints.list(model_id)
+        except Exception:
+            log.exception("the checkpoints of model %s could not be listed", model_id)
+            return "its checkpoints could not be listed"
+        for type_ in BEST_FIRST:
+            for checkpoint in found:  # newest first
+                if checkpoint.name.type == type_:
+                    return f"its newest checkpoint to resume from is {checkpoint.name.uri}"
+        if record is not None and record.source_uri is not None:
+            return f"it has no checkpoint of its own; it was made from {record.source_uri}"
+        return "it has no checkpoint to resume from"
