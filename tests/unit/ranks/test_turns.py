@@ -1,0 +1,194 @@
+"""The decision, as a table: what waits → what runs next."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from descant.ranks.turns import (
+    Choice,
+    Kind,
+    Waiting,
+    WaitingDatum,
+    WaitingModel,
+    credit_after,
+    decide,
+    served_on_arrival,
+)
+from descant.train.step import Part
+from descant.types import AdamParams, Command, CreateModel, LoraConfig, OptimStep
+
+BUDGET = 100
+
+
+def step(model_id: str, seq_id: int = 9) -> OptimStep:
+    return OptimStep(model_id=model_id, seq_id=seq_id, adam_params=AdamParams())
+
+
+def data(model_id: str, *tokens: int, served: int = 0, seq_id: int = 1) -> WaitingModel:
+    """A model with datums of these lengths at its head."""
+    waiting = tuple(
+        WaitingDatum(part=Part(request=(model_id, seq_id), datum=i), tokens=n) for i, n in enumerate(tokens)
+    )
+    return WaitingModel(model_id=model_id, data=waiting, served=served)
+
+
+def rows(model_id: str, *commands: Command) -> WaitingModel:
+    return WaitingModel(model_id=model_id, rows=commands or (step(model_id),))
+
+
+def waiting(*models: WaitingModel, sampling: bool = False, last: Kind = "idle", credit: float = 0.0) -> Waiting:
+    return Waiting(models=models, sampling=sampling, last=last, sample_credit=credit)
+
+
+def picked(choice: Choice) -> list[str]:
+    """``a0`` is datum 0 of model a; a row command is its model and seq_id."""
+    if choice.kind == "rows":
+        return [f"{command.model_id}@{command.seq_id}" for command in choice.commands]
+    return [f"{part.request[0]}{part.datum}" for part in choice.parts]
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "expected"),
+    [
+        pytest.param(waiting(), "idle", [], id="nothing waits"),
+        pytest.param(waiting(WaitingModel(model_id="a")), "idle", [], id="a checkpoint is being read"),
+        pytest.param(waiting(sampling=True), "sample", [], id="only sampling"),
+        pytest.param(waiting(data("a", 10, 20)), "microbatch", ["a0", "a1"], id="one model, in order"),
+        pytest.param(
+            waiting(data("a", 10, 10), data("b", 10, 10)), "microbatch", ["a0", "b0", "a1", "b1"], id="models join"
+        ),
+        pytest.param(waiting(data("a", 60, 60)), "microbatch", ["a0"], id="the budget holds"),
+        pytest.param(waiting(data("a", 60, 40, 1)), "microbatch", ["a0", "a1"], id="the budget may be met exactly"),
+        pytest.param(waiting(data("a", 500, 1), data("b", 1, served=1)), "microbatch", ["a0"], id="too large: alone"),
+        pytest.param(
+            waiting(data("a", 500, served=5), data("b", 1, 1)),
+            "microbatch",
+            ["b0", "b1"],
+            id="too large waits for a pass of its own",
+        ),
+        pytest.param(
+            waiting(data("a", 60, 90, 1), data("b", 30, served=70)),
+            "microbatch",
+            ["a0", "b0"],
+            id="what does not fit is not overtaken by its own model, but by others",
+        ),
+        pytest.param(
+            waiting(data("heavy", *[30] * 9, served=900), data("light", 20)),
+            "microbatch",
+            ["light0", "heavy0", "heavy1"],
+            id="the least served goes first",
+        ),
+        pytest.param(
+            waiting(data("a", *[20] * 9), data("b", *[20] * 9, served=40)),
+            "microbatch",
+            ["a0", "a1", "a2", "b0", "a3"],
+            id="inside a pass, too",
+        ),
+        pytest.param(
+            waiting(rows("a"), rows("b", step("b", 3), step("b", 4)), data("c", 10), sampling=True, credit=1),
+            "rows",
+            ["a@9", "b@3", "b@4"],
+            id="rows first, all of them, in order",
+        ),
+        pytest.param(waiting(rows("a"), data("b", 10), last="rows"), "microbatch", ["b0"], id="not twice in a row"),
+        pytest.param(waiting(rows("a"), sampling=True, last="rows"), "sample", [], id="nor before a decode step"),
+        pytest.param(waiting(rows("a"), last="rows"), "rows", ["a@9"], id="rows again when nothing else waits"),
+        pytest.param(waiting(data("a", 1), sampling=True, credit=1), "sample", [], id="a step is owed"),
+        pytest.param(waiting(data("a", 1), sampling=True, credit=0.5), "microbatch", ["a0"], id="no step is owed"),
+        pytest.param(
+            waiting(rows("new", CreateModel(model_id="new", lora=LoraConfig())), data("a", 10), last="microbatch"),
+            "rows",
+            ["new@0"],
+            id="a new tenant gets in between two passes",
+        ),
+    ],
+)
+def test_decide(state: Waiting, kind: str, expected: list[str]) -> None:
+    choice = decide(state, microbatch_tokens=BUDGET)
+    assert (choice.kind, picked(choice)) == (kind, expected)
+
+
+def test_not_packable_takes_one_datum_a_pass() -> None:
+    state = waiting(data("a", 10, 10), data("b", 10))
+    assert picked(decide(state, microbatch_tokens=BUDGET, packable=False)) == ["a0"]
+
+
+def run(models: dict[str, list[int]], *, sampling: bool, share: float, turns: int) -> list[tuple[Kind, list[str]]]:
+    """Plays the loop on queues of datum lengths (a queue never ends when it is refilled by the caller)."""
+    served = dict.fromkeys(models, 0)
+    at = dict.fromkeys(models, 0)
+    last: Kind = "idle"
+    credit, log = 0.0, []
+    for _ in range(turns):
+        heads = tuple(
+            WaitingModel(
+                model_id=m,
+                data=tuple(
+                    WaitingDatum(part=Part(request=(m, 1), datum=i), tokens=models[m][i])
+                    for i in range(at[m], len(models[m]))
+                ),
+                served=served[m],
+            )
+            for m in models
+        )
+        choice = decide(
+            Waiting(models=heads, sampling=sampling, last=last, sample_credit=credit), microbatch_tokens=BUDGET
+        )
+        for part in choice.parts:
+            m = part.request[0]
+            assert part.datum == at[m], "a model's datums run in order, each once"
+            at[m] += 1
+            served[m] += models[m][part.datum]
+        last, credit = choice.kind, credit_after(credit, choice.kind, steps_per_microbatch=share)
+        log.append((choice.kind, picked(choice)))
+        if choice.kind == "idle":
+            break
+    return log
+
+
+@pytest.mark.parametrize(("share", "steps"), [(1.0, 1), (2.0, 2), (4.0, 4)])
+def test_a_token_waits_for_one_microbatch_at_most_and_training_goes_on(share: float, steps: int) -> None:
+    kinds = [kind for kind, _ in run({"a": [80] * 50}, sampling=True, share=share, turns=50)]
+    text = "".join(kind[0] for kind in kinds)
+    assert "mm" not in text
+    assert "s" * (steps + 1) not in text
+
+
+def test_a_light_tenant_is_not_behind_a_heavy_ones_queue() -> None:
+    log = run({"heavy": [90] * 100, "light": [10] * 3}, sampling=False, share=1, turns=100)
+    assert [i for i, (_, parts) in enumerate(log) if any(p.startswith("light") for p in parts)][-1] <= 4
+
+
+def test_a_newcomer_does_not_shut_the_others_out() -> None:
+    assert served_on_arrival(0, [5000, 7000]) == 5000
+    assert served_on_arrival(6000, [5000, 7000]) == 6000
+    assert served_on_arrival(40, []) == 40
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcde"), st.lists(st.integers(1, 150), min_size=1, max_size=12), min_size=1, max_size=5
+    ),
+    st.booleans(),
+    st.sampled_from([0.5, 1.0, 3.0]),
+)
+def test_everything_runs_once_within_the_budget_and_nobody_starves(
+    models: dict[str, list[int]], sampling: bool, share: float
+) -> None:
+    log = run(models, sampling=sampling, share=share, turns=400)
+    ran = Counter(part for _, parts in log for part in parts)
+    assert ran == Counter({f"{m}{i}": 1 for m, lengths in models.items() for i in range(len(lengths))})
+    for _, parts in log:
+        tokens = [models[part[0]][int(part[1:])] for part in parts]
+        assert sum(tokens) <= BUDGET or len(tokens) == 1
+    served = dict.fromkeys(models, 0)
+    for _, parts in log:
+        for part in parts:
+            served[part[0]] += models[part[0]][int(part[1:])]
+        for m in models:  # whoever still waits is behind nobody by more than a pass and a datum
+            if served[m] < sum(models[m]):
+                assert max(served.values()) - served[m] <= BUDGET + 150
