@@ -124,7 +124,7 @@ def _datum(message: pb.Datum, where: str, budget: _DenseBudget) -> Datum:
             _chunk(chunk, f"{where}.model_input.chunks[{i}]") for i, chunk in enumerate(message.model_input)
         ),
         loss_fn_inputs={
-            name: _tensor(tensor, f"{where}.loss_fn_inputs[{name!r}]", budget)
+            name: _tensor(tensor, f"{where}.loss_fn_inputs[{name[:64]!r}]", budget)
             for name, tensor in message.loss_fn_inputs.items()
         },
     )
@@ -206,10 +206,10 @@ def _loss_fn_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str
             case "text":
                 config[name] = value.text
             case _:
-                raise UserError(f"loss_fn_config[{name!r}] has no value, expected a number or a text")
+                raise UserError(f"loss_fn_config[{name[:64]!r}] has no value, expected a number or a text")
     for name, number in config.items():
         if isinstance(number, float) and not math.isfinite(number):
-            raise UserError(f"loss_fn_config[{name!r}] is {number}, expected a finite number")
+            raise UserError(f"loss_fn_config[{name[:64]!r}] is {number}, expected a finite number")
     return config
 
 

@@ -225,8 +225,8 @@ class OptimStepRequest(OrderedRequest):
     @model_validator(mode="after")
     def _one_set_of_params(self) -> OptimStepRequest:
         if (self.adam_params is None) == (self.optimizer_params is None):
-            both = "both adam_params and optimizer_params" if self.adam_params else "neither of them"
-            raise ValueError(f"has {both}, expected adam_params")
+            found = "neither adam_params nor" if self.adam_params is None else "both adam_params and"
+            raise ValueError(f"has {found} optimizer_params, expected adam_params")
         return self
 
     def to_command(self) -> types.OptimStep:

@@ -72,6 +72,7 @@ class StubService:
         self.futures: dict[str, tuple[str, Encoded | None]] = {}
         self.commands: list[object] = []
         self.refusals: list[Refusal] = []
+        self.session_requests: list[dict[str, Any]] = []
         self.finished: list[tuple[str, str]] = []
         self.over: set[str] = set()
         self.hold = False
@@ -105,6 +106,7 @@ class StubService:
     async def create_session(self, principal: str, **request: Any) -> str:
         session_id = f"session-{len(self.sessions)}"
         self.sessions[session_id] = principal
+        self.session_requests.append(request)
         return session_id
 
     async def heartbeat(self, principal: str, session_id: str) -> None:

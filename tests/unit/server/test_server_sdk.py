@@ -127,3 +127,13 @@ def test_faults_reach_the_user_by_name(sdk_service: tinker.ServiceClient, servic
         sampling.sample(sdk.ModelInput.from_ints([1]), 1, sdk.SamplingParams(top_p=0.0)).result()
     with pytest.raises(tinker.BadRequestError, match=r"prompt.chunks\[0\].type is \"image\""):
         sampling.sample(image, 1, sdk.SamplingParams(max_tokens=1)).result()
+
+
+def test_a_session_is_created_once_and_finished(running: Any, service: Any):
+    with tinker.ServiceClient(base_url=running.url, api_key="tml-a", user_metadata={"who": "ann"}) as client:
+        client.create_sampling_client(base_model="org/tiny").result()
+    (request,) = service.session_requests
+    assert request["user_metadata"] == {"who": "ann"}
+    assert request["sdk_version"] == tinker.__version__
+    assert request["idempotency_key"]
+    assert service.finished == [("session-0", "success")]

@@ -163,7 +163,7 @@ def test_adam_under_its_own_name():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({}, "the body has neither of them, expected adam_params"),
+        ({}, "the body has neither adam_params nor optimizer_params, expected adam_params"),
         ({"adam_params": {"learning_rate": float("nan")}}, "adam_params.learning_rate is NaN"),
         ({"adam_params": {"learning_rate": None}}, "adam_params.learning_rate is null, as NaN and infinity"),
         ({"adam_params": {"learning_rate": -1}}, "adam_params.learning_rate is -1"),

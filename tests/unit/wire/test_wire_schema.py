@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import Descriptor, EnumDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
 from tinker.proto import tinker_public_pb2
 
 from descant.wire import tinker_pb2
@@ -61,3 +64,22 @@ def test_enum_is_the_sdks(name: str):
 def test_both_live_in_one_process():
     assert OURS.package != SDKS.package
     assert OURS.name != SDKS.name
+
+
+def test_the_generated_module_is_of_this_schema(tmp_path: Path):
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    compiled = tmp_path / "descriptors"
+    source = Path(tinker_pb2.__file__).with_name("tinker.proto")
+    root = source.parents[2]
+    name = str(source.relative_to(root))
+    assert protoc.main(["", f"-I{root}", f"--descriptor_set_out={compiled}", name]) == 0
+    (file,) = descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes()).file
+    pool = DescriptorPool()
+    pool.Add(file)
+    schema = pool.FindFileByName(name)
+    for ours, theirs in ((OURS, schema), (schema, OURS)):
+        for message in ours.message_types_by_name.values():
+            other = theirs.message_types_by_name[message.name]
+            assert describe_message(message, OURS.package) == describe_message(other, OURS.package)
+        for enum in ours.enum_types_by_name.values():
+            assert describe_enum(enum) == describe_enum(theirs.enum_types_by_name[enum.name])
