@@ -15,11 +15,15 @@ import socket
 import sys
 import threading
 import traceback
+from typing import TYPE_CHECKING
 
 from descant.errors import DescantError, ServerError
 from descant.ranks.channel import Board, RankChannel
 from descant.ranks.messages import Ready, StartFailed, Starting, ToRank
 from descant.ranks.settings import RankSpec
+
+if TYPE_CHECKING:
+    from descant.ranks.loop import Executor
 
 
 def main(channel_fd: int, board_fd: int, parent_pid: int) -> int:
@@ -43,10 +47,10 @@ def main(channel_fd: int, board_fd: int, parent_pid: int) -> int:
 
     try:
         phase(last_phase)
-        from descant.ranks.loop import Executor, TurnLoop  # torch: seconds, and only here
-
         module, _, function = spec.build.partition(":")
         executor: Executor = getattr(importlib.import_module(module), function)(spec, phase)
+        from descant.ranks.loop import TurnLoop  # loads torch, as most of what ``build`` names has done
+
         loop = TurnLoop(
             executor,
             emit=channel.send,

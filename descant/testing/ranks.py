@@ -6,7 +6,6 @@ directory of a tiny model, and the rank is a process of its own.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -53,12 +52,6 @@ def build_slow(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
 
     worker.microbatch = microbatch  # type: ignore[method-assign, assignment]
     return worker
-
-
-def build_crashing(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
-    phase("looking for trouble")
-    print("about to crash", flush=True)
-    os.abort()
 
 
 @asynccontextmanager

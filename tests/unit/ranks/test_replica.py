@@ -1,0 +1,223 @@
+"""A rank in a process of its own: what happens when it dies, stalls, cannot start, or loses its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from descant.errors import NotFound, RankDied, ServerError, UserError
+from descant.ranks.replica import Replica
+from descant.ranks.settings import RankSpec
+from descant.testing.engine import request, sampled
+from descant.testing.ranks import SETTINGS
+from descant.testing.tiny import tiny_model
+from descant.testing.trainer import Model, result
+from descant.types import LoraConfig, SnapshotRef, Version
+
+SECONDS = 10.0
+"""Failures must be told well within this; a busy machine gets the benefit of the doubt."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def spec(tiny: Path, build: str = "build_tiny") -> RankSpec:
+    return RankSpec(model=str(tiny), settings=SETTINGS, build=f"descant.testing.ranks:{build}")
+
+
+def faulty(build: str, **settings: float) -> RankSpec:
+    return RankSpec(
+        model="x",
+        settings=replace(SETTINGS, **settings),
+        build=f"descant.testing.faults:{build}",  # type: ignore[arg-type]
+    )
+
+
+async def running(replica: Replica, text: str) -> None:
+    """Until the rank's board says so."""
+    assert replica._link is not None
+    while text not in replica._link.board.read()[1]:  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(0.01)
+
+
+async def gone(pid: int) -> None:
+    """Until a process that may be nobody's child has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        await asyncio.to_thread(psutil.Process(pid).wait, SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def started(wanted: RankSpec, deaths: list[RankDied] | None = None) -> AsyncIterator[Replica]:
+    replica = await Replica.start(wanted, on_death=None if deaths is None else deaths.append)
+    try:
+        yield replica
+    finally:
+        pid = replica.pid
+        await replica.close()
+        assert pid is None or not psutil.pid_exists(pid)
+
+
+REF = SnapshotRef(
+    version=Version(model_id="model", number=1),
+    kind="sampler",
+    lora=LoraConfig(),
+    step=0,
+    applied_seq_id=1,
+    has_pending_gradient=False,
+)
+
+
+async def test_a_rank_serves_dies_and_is_restarted(tiny: Path) -> None:
+    deaths: list[RankDied] = []
+    async with started(spec(tiny), deaths) as replica:
+        model = Model(replica)
+        assert replica.pid is not None
+        first = replica.pid
+        for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server: it decides when the rank ends
+            os.kill(first, number)
+        await result(model.create())
+        await model.train(1)
+        assert len((await sampled(replica, request())).tokens()) == 4
+        with pytest.raises(ServerError, match="nothing to restart"):
+            await replica.restart()
+
+        pending = [model.backward(), model.step()]
+        streams = [asyncio.ensure_future(sampled(replica, request(max_tokens=400))) for _ in range(2)]
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(SECONDS):
+            outcomes = await asyncio.gather(*pending, *streams, return_exceptions=True)
+        died = [outcome for outcome in outcomes if isinstance(outcome, RankDied)]
+        assert died
+        assert all("SIGKILL" in str(error) and str(first) in str(error) for error in died)
+        assert [str(death) for death in deaths] == [str(died[0])]
+        assert not replica.alive
+
+        with pytest.raises(RankDied):  # at once, until it is restarted
+            await model.forward()
+        with pytest.raises(RankDied):
+            await sampled(replica, request())
+        with pytest.raises(RankDied):
+            await replica.publish(REF)
+        await replica.release(REF.version)
+        await replica.drop(REF)
+
+        await replica.restart()
+        with pytest.raises(NotFound):
+            await result(model.forward())
+        again = Model(replica, "again")
+        await result(again.create())
+        await again.train(1)
+
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGSTOP)
+        stalled = again.forward()
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(RankDied, match="stopped by a signal"):
+                await stalled
+        assert len(deaths) == 2
+
+
+async def test_a_turn_that_takes_too_long_is_ended_and_named(tiny: Path) -> None:
+    slow = spec(tiny, "build_slow")
+    async with started(replace(slow, settings=replace(slow.settings, turn_timeout_s=1.0)), []) as replica:
+        model = Model(replica)
+        await result(model.create())
+        pending = model.backward()
+        async with asyncio.timeout(SECONDS):
+            await running(replica, "a training pass of 2 datums, 8 tokens, for 1 models")
+            assert "a training pass of 2 datums" in replica.describe("model")
+            assert "1 commands of this model with 8 training tokens" in replica.describe("model")
+            assert "8 tokens of other models" in replica.describe("another")
+            with pytest.raises(RankDied, match=r"silent for 1 s while it ran: a training pass of 2 datums"):
+                await pending
+
+
+async def test_close_ends_what_is_pending_and_is_no_death(tiny: Path) -> None:
+    deaths: list[RankDied] = []
+    async with started(spec(tiny, "build_slow"), deaths) as replica:
+        model = Model(replica)
+        await result(model.create())
+        pending = model.backward()
+        async with asyncio.timeout(SECONDS):
+            await running(replica, "a training pass")
+            await replica.close()
+            with pytest.raises(RankDied):
+                await pending
+            with pytest.raises(RankDied):
+                await model.forward()
+        assert deaths == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "told"),
+    [
+        (faulty("build_crashing"), ServerError, r"(?s)SIGABRT while it ran: looking for trouble.*about to crash"),
+        (faulty("build_refusing"), UserError, r"^x cannot be served$"),
+        (faulty("build_raising"), ServerError, r"ZeroDivisionError while dividing"),
+        (faulty("build_hanging", start_timeout_s=5.0), ServerError, r"not ready after 5 s: it was waiting for ever"),
+        (faulty("build_missing"), ServerError, r"AttributeError while importing"),
+    ],
+)
+async def test_a_start_that_fails_says_in_which_phase(wanted: RankSpec, kind: type[Exception], told: str) -> None:
+    deaths: list[RankDied] = []
+    with pytest.raises(kind, match=told):
+        await Replica.start(wanted, on_death=deaths.append)
+    assert deaths == []
+
+
+PARENT = """
+import asyncio, sys
+from descant.ranks.replica import Replica
+from descant.ranks.settings import RankSettings, RankSpec
+
+async def main():
+    spec = RankSpec(model=sys.argv[1], settings=RankSettings(), build=sys.argv[2])
+    await Replica.start(spec, on_phase=lambda phase: print(phase, flush=True))
+    print("ready", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "build", "phase"),
+    [
+        pytest.param(signal.SIGTERM, "descant.testing.ranks:build_tiny", "ready", id="ready, terminated"),
+        pytest.param(signal.SIGKILL, "descant.testing.faults:build_hanging", "waiting for ever", id="starting, killed"),
+    ],
+)
+async def test_a_rank_never_outlives_its_server(tiny: Path, number: signal.Signals, build: str, phase: str) -> None:
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(tiny), build, stdout=subprocess.PIPE
+    )
+    assert server.stdout is not None
+    async with asyncio.timeout(120):
+        while (await server.stdout.readline()).decode().strip() != phase:
+            pass
+    (rank,) = psutil.Process(server.pid).children()
+    server.send_signal(number)
+    await server.wait()
+    await gone(rank.pid)
+
+
+async def test_the_servers_side_loads_no_torch() -> None:
+    code = (
+        "import sys, descant.ranks.replica as _; print(sorted({'torch', 'transformers', 'peft'} & sys.modules.keys()))"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+    stdout, _ = await process.communicate()
+    assert stdout.decode().strip() == "[]"
