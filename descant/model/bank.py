@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -44,12 +45,14 @@ RANK_CLASSES = (8, 16, 32, 64, 128, 256)
 
 ALIGN_ELEMENTS = 64
 """Rows, and the start of every A and B in them, are multiples of this: 128 bytes in bf16, 256 in fp32."""
+ALIGN_BYTES = 128
 
-FIRST_SLOTS = 4
-MAX_FIRST_BYTES = 256 << 20
+FIRST_SLOTS = {"cuda": 4, "cpu": 32}
+MAX_FIRST_BYTES = {"cuda": 256 << 20, "cpu": 2 << 30}
 MAX_GROWTH_BYTES = 1 << 30
-"""A slab starts with up to 4 rows but no more than 256 MiB (one row at least: at rank 256 a row of a 135M model is
-365 MB), and doubles, by at most 1 GiB at a time."""
+"""A slab starts with up to this many rows and bytes (one row at least: at rank 256 a row of a 135M model is 365 MB),
+and doubles, by at most 1 GiB at a time. On CPU memory is only taken when a row is first written, and growing copies
+(4 to 8 adapters of 45 MB took seconds), so it starts larger."""
 
 SPILL_SUFFIX = ".version.safetensors"
 PARTIAL_SUFFIX = ".version.partial"
@@ -151,10 +154,11 @@ class _Rows:
         self.free.remove(slot)
         self.taken.add(slot)
 
-    def give(self, slot: int, *, zero: bool = True) -> None:
-        if zero:
-            for tensor in self.tensors:
-                tensor.data[slot].zero_()
+    def give(self, slot: int) -> None:
+        for tensor in self.tensors:
+            row = tensor.data[slot]
+            if self._device.type != "cpu" or row.any():  # on CPU a write would make pages of what was never written
+                row.zero_()
         self.taken.remove(slot)
         self.free.add(slot)
 
@@ -162,7 +166,8 @@ class _Rows:
         old = self.capacity
         if at_least <= old:
             return
-        first = min(FIRST_SLOTS, MAX_FIRST_BYTES // self.row_bytes)
+        kind = "cpu" if self._device.type == "cpu" else "cuda"
+        first = min(FIRST_SLOTS[kind], MAX_FIRST_BYTES[kind] // self.row_bytes)
         doubled = old + min(old, MAX_GROWTH_BYTES // self.row_bytes)
         capacity = max(at_least, doubled if old else first)
         for index, tensor in enumerate(self.tensors):
@@ -175,7 +180,13 @@ class _Rows:
     def _allocate(self, capacity: int) -> torch.Tensor:
         # A tensor made under inference_mode could never be saved for a backward or written outside of it.
         with torch.inference_mode(False):
-            return torch.zeros(capacity, self._row, dtype=self._dtype, device=self._device)
+            if self._device.type != "cpu":
+                return torch.zeros(capacity, self._row, dtype=self._dtype, device=self._device)
+            # torch.zeros writes its zeros; numpy asks the system for pages that are zero when they are first touched.
+            size = capacity * self.row_bytes
+            raw = np.zeros(size + ALIGN_BYTES, np.uint8)
+            start = -raw.ctypes.data % ALIGN_BYTES
+            return torch.from_numpy(raw[start : start + size]).view(self._dtype).view(capacity, self._row)
 
 
 class _Slab:

@@ -207,3 +207,33 @@ def test_a_head_that_adapters_cannot_change() -> None:
     out = head.logprobs(hidden, targets, make_pass(bank), lambda _, logprobs: torch.ones_like(logprobs))
     assert_close(out.logprobs_TK, torch.log_softmax(hidden @ weight.T, 1).gather(1, targets))
     assert all(bank.gradient(f"m{i}").count_nonzero() == 0 for i in range(3))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_equals_cpu() -> None:
+    """float32 on both; on CUDA no token is left out, and one with NaN logits and no dloss comes back as zero."""
+    hidden, targets, weight = torch.randn(TOKENS, D), torch.randint(0, V, (TOKENS, 2)), torch.randn(V, D) * 0.3
+    hidden[30], outcomes = float("nan"), []
+    for device in ("cpu", "cuda"):
+        bank = AdapterBank([SITE], device=torch.device(device), dtype=torch.float32)
+        for index, rank in enumerate(RANKS):
+            lora = LoraConfig(rank=rank, seed=index)
+            bank.create(f"m{index}", lora)
+            parts = bank.export(bank.weights(f"m{index}"), lora)
+            filled = {name: torch.sin(torch.arange(p.numel()).reshape(p.shape) * 0.7) for name, p in parts.items()}
+            bank.import_row(filled, lora, bank.weights(f"m{index}"))
+            bank.refresh_work(f"m{index}")
+
+        def loss(tokens: slice, logprobs_CK: torch.Tensor) -> torch.Tensor:
+            position = torch.arange(tokens.start, tokens.stop, device=logprobs_CK.device)[:, None]
+            return torch.where(logprobs_CK.isfinite() & (position % 3 != 0), -1.0, 0.0)
+
+        head = Head(weight.to(device), site_index=0, softcap=9.0)
+        out = head.logprobs(hidden.to(device), targets.to(device), make_pass(bank), loss, chunk_tokens=16)
+        assert out.dhidden_TD is not None
+        good = [i for i in range(3) if BOUNDS[i][0] > 30 or BOUNDS[i][1] <= 30]
+        gradients = [bank.gradient(f"m{i}").cpu() for i in good]
+        outcomes.append([out.logprobs_TK.cpu().nan_to_num(), out.dhidden_TD.cpu(), *gradients])
+    for want, got in zip(*outcomes, strict=True):
+        assert_close(got, want, 1e-4)

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from descant.errors import ServerError
 from descant.model.bank import AdapterBank, LoraSite
-from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear
+from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped
 from descant.model.passes import Pass, Segment
 from descant.types import LoraConfig
 
@@ -349,6 +349,51 @@ def test_bf16_rows_do_not_depend_on_their_neighbours(num_rows: int) -> None:
         pass_ = Pass(seq_lens=(num_rows,), segments=(segment(bank, "m0", 0, num_rows),))
         part = run(layers, channel, LoraPass.of(pass_, bank), x[7 : 7 + num_rows])
     assert torch.equal(whole[7 : 7 + num_rows], part)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_grouped_products_are_chosen_and_equal_the_loop() -> None:
+    """bf16, 40 adapters of 4 classes with gaps between some; the next call on the context still works."""
+    device, ranks = torch.device("cuda"), [8] * 16 + [3, 16, 9, 16] * 4 + [64] * 8
+    bank = AdapterBank(SITES, device=device, dtype=torch.bfloat16)
+    for index, rank in enumerate(ranks):
+        bank.create(f"m{index}", LoraConfig(rank=rank, seed=index))
+        row = bank.weights(f"m{index}")
+        parts = bank.export(row, bank[f"m{index}"].lora)
+        bank.import_row(
+            {name: torch.randn_like(part) * 0.3 for name, part in parts.items()}, bank[f"m{index}"].lora, row
+        )
+        bank.refresh_work(f"m{index}")
+    layers, channel = make_layers(torch.bfloat16)
+    layers.to(device)
+    segments, end = [], 3
+    for index in sorted(range(len(ranks)), key=lambda i: bank.row(f"m{i}")):
+        start, end = end, end + 1 + index * 7 % 50
+        segments.append(segment(bank, f"m{index}", start, end, None if index == 5 else -1))
+        end += 4 if index % 9 == 0 else 0
+    pass_ = Pass(seq_lens=(end + 5,), segments=tuple(segments))
+    x = torch.randn(end + 5, IN, device=device).bfloat16()
+    dy = torch.randn(end + 5, IN, device=device).bfloat16()
+    outcomes = []
+    for products in ("loop", "auto"):
+        lora = LoraPass.of(pass_, bank, products=products)  # type: ignore[arg-type]
+        assert lora is not None
+        for index in range(len(ranks)):
+            bank.gradient(f"m{index}").zero_()
+        x_TI = x.clone().requires_grad_()
+        y = run(layers, channel, lora, x_TI)
+        y.backward(dy)
+        torch.cuda.synchronize()
+        assert x_TI.grad is not None
+        gradients = [bank.gradient(f"m{i}").clone() for i in range(len(ranks)) if i != 5]
+        outcomes.append([y.detach(), x_TI.grad, *gradients])
+        assert bank.gradient("m5").count_nonzero() == 0
+    for want, got in zip(*outcomes, strict=True):
+        assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
+    runs = lora.runs(0, len(x))
+    assert max(len(run_.segments) for run_ in runs) >= 4
+    assert any(_is_grouped(lora, run_, x, OUT) for run_ in runs)
 
 
 def test_no_adapter_no_pass_and_nothing_recorded() -> None:
