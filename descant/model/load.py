@@ -202,7 +202,7 @@ def load_model(
 def _read(source: ModelSource) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     try:
         config = AutoConfig.from_pretrained(source.directory)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # besides OSError and ValueError, the hub's own checks of a field's type
         raise UserError(f"model directory {source.directory} has no configuration that can be read: {error}") from error
     try:
         return config, AutoTokenizer.from_pretrained(source.directory)
