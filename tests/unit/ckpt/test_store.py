@@ -1,0 +1,183 @@
+"""The store on a real disk: names, leftovers, damage, and a process killed at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import descant.ckpt.store as store_module
+from descant.ckpt.manifest import MANIFEST, decode_manifest, encode_manifest
+from descant.ckpt.store import DirCheckpointStore
+from descant.errors import NotFound, ServerError, UserError
+from descant.testing.checkpoint_store import NAME, body_of, committed, written
+from descant.types import CheckpointName, FileEntry, LoraConfig, Manifest
+
+
+def tree(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+async def test_where_a_checkpoint_lies(tmp_path: Path) -> None:
+    await committed(DirCheckpointStore(tmp_path), NAME, b"one")
+    assert tree(tmp_path) == [
+        "models/session%3Atrain%3A0/weights/a/adapter_model.safetensors",
+        "models/session%3Atrain%3A0/weights/a/manifest.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        CheckpointName(model_id="m", type="weights", name="../../etc/passwd"),
+        CheckpointName(model_id="../m", type="weights", name="a"),
+        CheckpointName(model_id="m", type="weights", name=""),
+        CheckpointName(model_id="m", type="weights", name="x" * 201),
+        CheckpointName(model_id="m", type="weights", name="a\0b"),
+        CheckpointName(model_id="m", type="../../x", name="a"),  # type: ignore[arg-type]
+    ],
+)
+async def test_a_name_that_is_no_path_segment_is_refused(tmp_path: Path, name: CheckpointName) -> None:
+    store = DirCheckpointStore(tmp_path)
+    for call in (store.attempt, store.open, store.delete):
+        with pytest.raises(UserError):
+            await call(name)
+    assert tree(tmp_path) == []
+
+
+async def test_dots_stay_inside(tmp_path: Path) -> None:
+    store = DirCheckpointStore(tmp_path / "root")
+    for dots in (".", "..", "..."):
+        await committed(store, CheckpointName(model_id=dots, type="weights", name=dots), b"x")
+    assert os.listdir(tmp_path) == ["root"]
+    assert len(await store.list()) == 3
+
+
+async def test_a_restart_keeps_the_committed_and_removes_the_rest(tmp_path: Path) -> None:
+    store = DirCheckpointStore(tmp_path)
+    await committed(store, NAME, b"one")
+    attempt, manifest = await written(store, NAME, b"half")
+    again = DirCheckpointStore(tmp_path)
+    assert body_of(await again.open(NAME)) == b"one"
+    assert len(tree(tmp_path)) == 2
+    with pytest.raises(ServerError, match="missing"):  # its writer comes back from the dead
+        await store.commit(NAME, attempt, manifest)
+    assert body_of(await again.open(NAME)) == b"one"
+
+
+async def test_a_damaged_checkpoint_is_not_opened(tmp_path: Path) -> None:
+    store = DirCheckpointStore(tmp_path)
+    checkpoint = await committed(store, NAME, b"one")
+    other = CheckpointName(model_id="m", type="weights", name="other")
+    await committed(store, other, b"two")
+    (Path(checkpoint.directory) / "adapter_model.safetensors").write_bytes(b"o")
+    with pytest.raises(ServerError, match="has 1 bytes, its manifest says 3"):
+        await store.open(NAME)
+    (Path(checkpoint.directory) / MANIFEST).write_bytes(b"{")
+    with pytest.raises(ServerError, match="not a checkpoint manifest"):
+        await store.open(NAME)
+    assert [found.name for found in await store.list()] == [other]
+    await store.delete(NAME)
+
+
+async def test_without_an_exchange_an_interrupted_replacement_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_exchange", lambda one, other: False)
+    store = DirCheckpointStore(tmp_path)
+    await committed(store, NAME, b"one")
+    checkpoint = await committed(store, NAME, b"two")
+    assert body_of(await store.open(NAME)) == b"two"
+    assert len(tree(tmp_path)) == 2
+    final = Path(checkpoint.directory)
+    os.rename(final, final.with_name(f".{final.name}.replaced"))  # as if killed between the two renames
+    assert await store.list() == []
+    assert body_of(await DirCheckpointStore(tmp_path).open(NAME)) == b"two"
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    manifest = Manifest(
+        base="b",
+        owner="o",
+        lora=LoraConfig(rank=3, seed=None, train_unembed=False),
+        step=1,
+        applied_seq_id=2,
+        has_optimizer=True,
+        files={"a": FileEntry(size_bytes=3, sha256="x")},
+    )
+    assert decode_manifest(encode_manifest(manifest), where="here") == manifest
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"format": 2}', b'{"format": 1, "lora": {"rang": 1}}', b"\xff"])
+def test_what_is_not_a_manifest_says_where(body: bytes) -> None:
+    with pytest.raises(ServerError, match="here"):
+        decode_manifest(body, where="here")
+
+
+WRITER = """
+import asyncio, sys
+from descant.ckpt.store import DirCheckpointStore
+from descant.testing.checkpoint_store import NAME, committed
+
+async def main():
+    store = DirCheckpointStore(sys.argv[1])
+    print("started", flush=True)
+    for number in range(int(sys.argv[2]), 10**9):
+        await committed(store, NAME, str(number).encode() * 50_000)
+        print(number, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+async def test_a_kill_at_any_moment_leaves_the_last_good_checkpoint(tmp_path: Path, exchange: bool) -> None:
+    """One writer replaces one name over and over and is killed 10 times; what it acknowledged, or newer, is there."""
+    random.seed(1)
+    code = WRITER if exchange else "import descant.ckpt.store as s; s._exchange = lambda one, other: False\n" + WRITER
+    acknowledged = -1
+    for _ in range(10):
+        writer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, str(tmp_path), str(acknowledged + 1), stdout=subprocess.PIPE
+        )
+        assert writer.stdout is not None
+        await writer.stdout.readline()
+        for _ in range(random.randrange(1, 6)):
+            acknowledged = int(await writer.stdout.readline())
+        await asyncio.sleep(random.uniform(0, 0.02))  # somewhere inside the next commit
+        writer.send_signal(signal.SIGKILL)
+        rest, _ = await writer.communicate()
+        acknowledged = max([acknowledged, *map(int, rest.decode().split("\n")[:-1])])
+
+        store = DirCheckpointStore(tmp_path)
+        checkpoint = await store.open(NAME)
+        number = checkpoint.manifest.step // 50_000  # digits of the number that was written
+        body = body_of(checkpoint)
+        assert body == body[: len(body) // 50_000] * 50_000, "a torn file"
+        assert len(body) == checkpoint.manifest.files["adapter_model.safetensors"].size_bytes
+        assert number == len(str(int(body[:number])))
+        assert int(body[:number]) >= acknowledged
+        assert len(await store.list()) == 1
+        assert os.listdir(tmp_path / "attempts") == []
+
+
+async def test_a_full_disk_is_told_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirCheckpointStore(tmp_path)
+    await committed(store, NAME, b"one")
+    attempt, manifest = await written(store, NAME, b"two")
+
+    def full(path: Path, body: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store_module, "write_durable", full)
+    with pytest.raises(ServerError, match="No space left"):
+        await store.commit(NAME, attempt, manifest)
+    assert body_of(await store.open(NAME)) == b"one"
+    with pytest.raises(NotFound):
+        await store.open(CheckpointName(model_id="m", type="weights", name="a"))

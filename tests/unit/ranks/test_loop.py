@@ -1,0 +1,221 @@
+"""The loop around the decision, on a tiny real model: who waits for whom, and what a broken turn takes with it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+import descant.ckpt.files as files
+from descant.errors import RankDied, ServerError, UserError
+from descant.ranks.replica import Replica
+from descant.ranks.settings import RankSpec
+from descant.ranks.worker import Worker
+from descant.testing.engine import frozen, near, request, sampled
+from descant.testing.ranks import SETTINGS, build_tiny
+from descant.testing.tiny import tiny_model
+from descant.testing.trainer import OTHER_DATA, Model, close, datum, error, result, saved
+from descant.types import AdamParams, ForwardBackwardOutput, SnapshotRef
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+class Seen(Worker):
+    """Notes the turns; ``sabotage`` names a method that raises once."""
+
+    def __init__(self, worker: Worker):
+        self.__dict__.update(worker.__dict__)
+        self.turns: list[Any] = []
+        self.sabotage: set[str] = set()
+
+    def _note(self, name: str, turn: Any) -> None:
+        self.turns.append(turn)
+        if name in self.sabotage:
+            self.sabotage.remove(name)
+            raise RuntimeError(f"{name}: secret detail")
+
+    def microbatch(self, turn: Any) -> Any:
+        self._note("microbatch", turn)
+        return super().microbatch(turn)
+
+    def sample_step(self, turn: Any) -> Any:
+        self._note("sample_step", turn)
+        return super().sample_step(turn)
+
+    def rows(self, turn: Any, loaded: Any) -> Any:
+        self._note("rows", turn)
+        return super().rows(turn, loaded)
+
+
+@pytest.fixture
+async def rank(tiny: Path) -> AsyncIterator[tuple[Replica, Seen]]:
+    made: list[Seen] = []
+
+    def build(phase: Any) -> Seen:
+        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), phase)))
+        return made[0]
+
+    replica = await Replica.in_process(build, SETTINGS)
+    yield replica, made[0]
+    await replica.close()
+
+
+async def test_requests_of_many_models_share_passes_within_the_budget(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    models = [Model(replica, f"m{i}") for i in range(4)]
+    await asyncio.gather(*(result(model.create()) for model in models))
+    seen.turns.clear()
+    data = (datum([1, 2, 3, 4]),) * 3
+    await asyncio.gather(*(result(model.backward(data)) for model in models for _ in range(2)))
+    passes = [turn for turn in seen.turns if hasattr(turn, "parts")]
+    assert sum(len(turn.parts) for turn in passes) == 4 * 2 * 3
+    assert all(len(turn.parts) <= SETTINGS.microbatch_tokens // 4 for turn in passes)
+    assert any(len({part.request[0] for part in turn.parts}) > 1 for turn in passes)
+    opened = [command for turn in passes for command in turn.opens]
+    assert len(opened) == 8
+    assert sorted(key for turn in passes for key in turn.closes) == sorted((c.model_id, c.seq_id) for c in opened)
+
+
+async def test_a_light_tenant_does_not_wait_for_a_heavy_one(rank: tuple[Replica, Seen]) -> None:
+    replica, _ = rank
+    heavy, light = Model(replica, "heavy"), Model(replica, "light")
+    await asyncio.gather(result(heavy.create()), result(light.create()))
+    many = [heavy.backward((datum(list(range(1, 15))),) * 4) for _ in range(10)]
+    await result(light.backward())
+    assert sum(future.done() for future in many) < 5
+    await asyncio.gather(*map(result, many))
+
+
+async def test_tokens_are_sampled_while_training_goes_on(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    model = Model(replica)
+    await result(model.create())
+    seen.turns.clear()
+    many = [model.backward((datum(list(range(1, 15))),) * 4) for _ in range(20)]
+    await sampled(replica, request(max_tokens=10))
+    assert not all(future.done() for future in many)
+    await asyncio.gather(*map(result, many))
+    kinds = "".join("m" if hasattr(turn, "parts") else "s" for turn in seen.turns)
+    assert "mm" not in kinds[kinds.index("s") : kinds.rindex("s")], kinds
+
+
+async def test_a_pass_that_breaks_fails_what_was_in_it_and_no_more(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    model, other = Model(replica, "model"), Model(replica, "other")
+    await asyncio.gather(result(model.create()), result(other.create()))
+    before = await model.loss()
+    seen.sabotage = {"microbatch"}
+    broken, step = model.backward(), model.step()
+    failure = await error(broken, ServerError)
+    assert "RuntimeError" in str(failure)
+    assert "secret" not in str(failure)
+    await error(step, UserError)  # its gradient is gone
+    assert await model.loss() == before
+    await other.train(1)
+    await model.train(2)
+    assert await model.loss() < before
+    assert replica.alive
+
+
+async def test_a_row_turn_that_breaks_fails_its_commands(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    model = Model(replica)
+    seen.sabotage = {"rows"}
+    await error(model.create(), ServerError)
+    await result(model.create())
+    await model.train(1)
+
+
+async def test_a_step_that_breaks_fails_its_requests(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    seen.sabotage = {"sample_step"}
+    with pytest.raises(ServerError, match="RuntimeError"):
+        await sampled(replica, request())
+    assert len((await sampled(replica, request())).tokens()) == 4
+
+
+async def test_training_goes_on_while_a_save_is_written(
+    rank: tuple[Replica, Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is held; passes and steps run; the save then holds what was true at its place in the order."""
+    replica, _ = rank
+    held = threading.Event()
+    write = files.write_durable
+
+    def slowly(path: str | Path, body: bytes) -> Any:
+        assert held.wait(60)
+        assert threading.current_thread().name.startswith("descant-write")
+        return write(path, body)
+
+    monkeypatch.setattr(files, "write_durable", slowly)
+    model = Model(replica)
+    await result(model.create())
+    await model.train(2)
+    at_snapshot = await model.loss()
+    ref = cast(SnapshotRef, await result(model.snapshot()))
+    save = asyncio.ensure_future(saved(replica, ref, tmp_path / "a"))
+    await model.train(2)
+    assert not save.done()
+    held.set()
+    again = Model(replica, "again")
+    await result(again.create(source=await save))
+    assert await again.loss() == at_snapshot
+
+
+async def test_a_checkpoint_is_read_while_others_train(
+    rank: tuple[Replica, Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, seen = rank
+    model = Model(replica)
+    await result(model.create())
+    await model.train(1)
+    source = await saved(replica, cast(SnapshotRef, await result(model.snapshot())), tmp_path / "a")
+    held, read = threading.Event(), seen.read
+    monkeypatch.setattr(seen, "read", lambda source: held.wait(60) and read(source))
+    again = Model(replica, "again")
+    created, loss = again.create(source=source), again.forward()
+    await model.train(1)
+    assert not created.done()
+    held.set()
+    await result(created)
+    assert cast(ForwardBackwardOutput, await result(loss)).metrics["loss:sum"] > 0
+
+
+async def test_a_tenant_with_a_wild_learning_rate_poisons_nobody(rank: tuple[Replica, Seen]) -> None:
+    replica, _ = rank
+    alone, wild, beside = (Model(replica, name) for name in ("alone", "wild", "beside"))
+    await result(alone.create())
+    await alone.train(3)
+    await asyncio.gather(result(wild.create()), result(beside.create()))
+    futures = []
+    for _ in range(3):
+        futures += [wild.backward(), wild.step(AdamParams(learning_rate=1e30))]
+        futures += [beside.backward(), beside.step()]
+    outcomes = await asyncio.gather(*futures, return_exceptions=True)
+    assert not any(isinstance(outcome, RankDied | ServerError) for outcome in outcomes)
+    assert close(await alone.loss(), await beside.loss())
+
+
+async def test_many_versions_are_served_each_with_its_own_weights(rank: tuple[Replica, Seen]) -> None:
+    replica, _ = rank
+    model = Model(replica)
+    await result(model.create())
+    expected = {}
+    for _ in range(4):
+        await model.train(1, OTHER_DATA)
+        ref = await frozen(model, for_disk=False)
+        await replica.publish(ref)
+        expected[ref.version] = (await sampled(replica, request(ref.version, prompt_logprobs=True))).prompt_logprobs
+    together = await asyncio.gather(
+        *(sampled(replica, request(version, prompt_logprobs=True, max_tokens=8)) for version in expected)
+    )
+    for got, scores in zip(together, expected.values()):
+        assert near(got.prompt_logprobs, scores)
+    assert len({round(scores[1], 4) for scores in expected.values()}) == 4
