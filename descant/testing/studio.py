@@ -34,7 +34,7 @@ class Studio:
         tensors = self.bank.export(self.bank.weights(model_id), lora)
         for name, tensor in tensors.items():
             if "lora_B" in name:
-                tensor.normal_(std=b_std, generator=generator)
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * b_std)
         self.bank.import_row(tensors, lora, self.bank.weights(model_id))
         self.bank.refresh_work(model_id)
         return model_id

@@ -1,0 +1,117 @@
+"""On a CUDA device: training equals the CPU's, the sampler the trainer, a shared pass one tenant's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from descant.model.base import BaseModel
+from descant.model.load import ModelSource, load_model
+from descant.sample.scheduler import SampleLimits, Scheduler
+from descant.sample.step import Sampler
+from descant.testing.paged_sampler import run
+from descant.testing.studio import Studio, datum, some_commands
+from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
+from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, Version
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+ADAPTERS = {"a": 4, "b": 8, "c": 16, "d": 64, "e": 1, "f": 256}
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[str, str, torch.dtype], BaseModel]:
+    def make(arch: str, device: str, dtype: torch.dtype) -> BaseModel:
+        directory = tiny_model(arch, tmp_path / arch)
+        source = ModelSource(name=arch, directory=directory)
+        return load_model(source, device=torch.device(device), dtype=dtype)
+
+    return make
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.cpu() - want).norm() / want.norm())
+
+
+def studio_of(model: BaseModel) -> Studio:
+    studio = Studio(model)
+    for number, (name, rank) in enumerate(ADAPTERS.items()):
+        studio.create(name, rank, seed=number)
+    return studio
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 6e-2)])
+def test_a_shared_pass_on_the_gpu_equals_the_cpu(
+    load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    studios = [studio_of(load(arch, device, kind)) for device, kind in (("cpu", torch.float32), ("cuda", dtype))]
+    for studio in studios:
+        studio.run(*some_commands(studio, list(ADAPTERS)))
+    want, got = studios
+    for name in ADAPTERS:
+        assert want.gradient(name).norm() > 0
+        assert relative(got.gradient(name), want.gradient(name)) <= tolerance, name
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+def test_sampled_logprobs_equal_the_trainers(
+    load: Callable[..., BaseModel], dtype: torch.dtype, tolerance: float
+) -> None:
+    model = load("qwen3", "cuda", dtype)
+    studio = studio_of(model)
+    versions = [Version(model_id=name, number=1) for name in ADAPTERS]
+    for version in versions:
+        model.bank.publish(version.model_id, version)
+    scheduler = Scheduler(
+        SampleLimits(
+            max_running=8,
+            num_pages=64,
+            step_tokens=100,
+            max_waiting=100,
+            max_context_length=MAX_CONTEXT_LENGTH,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(EOS_TOKEN_ID,),
+        ),
+        decode_text=lambda tokens: "",
+        fresh_seed=lambda: 0,
+    )
+    sampler = Sampler(model, num_pages=64)
+    prompts = {v: np.random.default_rng(i).integers(0, VOCAB_SIZE, 20 + 30 * i) for i, v in enumerate(versions)}
+    for version, prompt in prompts.items():
+        sampler.acquire(version)
+        scheduler.add(
+            SampleRequest(
+                request_id=version.model_id,
+                version=version,
+                prompt=(EncodedText(tokens=prompt.astype(np.int32)),),
+                num_samples=1,
+                sampling_params=SamplingParams(max_tokens=48, seed=7, stop=()),
+            )
+        )
+    finished = run(scheduler, sampler)  # type: ignore[arg-type]
+    differences = []
+    for version, prompt in prompts.items():
+        sampled = np.array(finished.logprobs[version.model_id, 0], np.float32)
+        whole = np.concatenate([prompt, finished.tokens[version.model_id, 0]])
+        scored = Datum(
+            model_input=(EncodedText(tokens=whole[:-1].astype(np.int32)),),
+            loss_fn_inputs={"target_tokens": whole[1:].astype(np.int64)},
+        )
+        [output] = studio.run(studio.command(version.model_id, scored, forward_only=True))
+        differences.append(np.abs(output.loss_fn_outputs[0]["logprobs"][len(prompt) - 1 :] - sampled))
+    assert np.concatenate(differences).mean() <= tolerance
+
+
+def test_neighbours_change_nothing_of_weight(load: Callable[..., BaseModel]) -> None:
+    alone, together = (studio_of(load("llama", "cuda", torch.float32)) for _ in range(2))
+    alone.run(alone.command("c", datum(70, 3), datum(9, 4)))
+    together.run(
+        *some_commands(together, [name for name in ADAPTERS if name != "c"]),
+        together.command("c", datum(70, 3), datum(9, 4)),
+    )
+    assert relative(together.gradient("c"), alone.gradient("c").cpu()) <= 1e-4
