@@ -93,6 +93,16 @@ class Engine(Protocol):
 
 
 @runtime_checkable
+class Progress(Protocol):
+    """Optional for a ``Trainer``: what it does at this moment, for those who wait."""
+
+    def running(self) -> str:
+        """A few words without anybody's ids ("a training pass of 12 datums, 3400 tokens, for 3 models"); "" when
+        idle. Costs no message and may be a moment old."""
+        ...
+
+
+@runtime_checkable
 class CheckpointStore(Protocol):
     """Whole checkpoints by name. A name is either absent or complete; a crash at any point leaves it one of the two."""
 
