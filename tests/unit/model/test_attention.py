@@ -158,6 +158,15 @@ def test_smollm2_shape_in_bf16_is_bit_equal() -> None:
     assert torch.equal(paged(lengths, q, k, v, schedule(lengths, (300, 355, 320, 370), 128)), once)
 
 
+def test_many_blocks_are_added_in_one_order() -> None:
+    """20 blocks: a sum over them in any other order than the sequence's shows by now."""
+    q, k, v = qkv(1250, torch.float32)
+    once = call(q, k, v, Pass(seq_lens=(1250,)))
+    assert torch.equal(paged((1250,), q, k, v, schedule((1250,), (1240,), 300)), once)
+    alone = [call(*(x[:, :, :n] for x in (q, k, v)), Pass(seq_lens=(n,)))[:, -1] for n in (600, 1025, 1249)]
+    assert all(torch.equal(row, once[:, n - 1]) for row, n in zip(alone, (600, 1025, 1249)))
+
+
 def test_a_token_does_not_depend_on_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(sum(LENGTHS), torch.bfloat16)
     once = call(q, k, v, Pass(seq_lens=LENGTHS))
