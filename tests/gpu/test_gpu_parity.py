@@ -44,18 +44,30 @@ def studio_of(model: BaseModel) -> Studio:
     return studio
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (torch.bfloat16, 6e-2)])
-def test_a_shared_pass_on_the_gpu_equals_the_cpu(
-    load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float
-) -> None:
-    studios = [studio_of(load(arch, device, kind)) for device, kind in (("cpu", torch.float32), ("cuda", dtype))]
-    for studio in studios:
-        studio.run(*some_commands(studio, list(ADAPTERS)))
-    want, got = studios
+ARCHITECTURES = ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"]
+
+
+def gradients(model: BaseModel) -> dict[str, torch.Tensor]:
+    studio = studio_of(model)
+    studio.run(*some_commands(studio, list(ADAPTERS)))
+    return {name: studio.gradient(name).cpu() for name in ADAPTERS}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_shared_pass_on_the_gpu_equals_the_cpu(load: Callable[..., BaseModel], arch: str) -> None:
+    want, got = (gradients(load(arch, device, torch.float32)) for device in ("cpu", "cuda"))
     for name in ADAPTERS:
-        assert want.gradient(name).norm() > 0
-        assert relative(got.gradient(name), want.gradient(name)) <= tolerance, name
+        assert want[name].norm() > 0
+        assert relative(got[name], want[name]) <= 2e-4, name
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bf16_on_the_gpu_is_as_near_to_fp32_as_on_the_cpu(load: Callable[..., BaseModel], arch: str) -> None:
+    """The rounding of weights and activations is the same; only the order of sums differs."""
+    exact = gradients(load(arch, "cpu", torch.float32))
+    cpu, cuda = (gradients(load(arch, device, torch.bfloat16)) for device in ("cpu", "cuda"))
+    for name in ADAPTERS:
+        assert relative(cuda[name], exact[name]) <= 2 * relative(cpu[name], exact[name]) + 0.02, name
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
