@@ -9,6 +9,7 @@ from service_harness import BASE, Harness, submission
 
 from descant.errors import NotFound, Overloaded, ServerError, UserError
 from descant.service.samplers import SampleFold
+from descant.testing.clock import settle
 from descant.types import CheckpointName, PromptScores, SampleDelta, SampleRequest, SnapshotRef, Version
 
 
@@ -59,6 +60,7 @@ async def test_a_path_is_published_once_and_only_when_sampled(harness: Harness) 
     async def hook(what: object) -> None:
         if isinstance(what, SnapshotRef):
             published.append(what)
+            await settle()  # so that the others come meanwhile
 
     harness.hook = hook
     ids = [await sampler(harness, session, number, saved.path) for number in range(3)]
@@ -77,8 +79,9 @@ async def test_a_version_is_released_when_its_last_session_ends(harness: Harness
         await harness.greedy(id_)
     await harness.service.finish_session("alice", sessions[0], reason="success", detail=None)
     await harness.until(lambda: not harness.world.adapters)
-    await harness.greedy(ids[1], 1)
+    await settle()
     assert len(harness.world.published) == 1
+    await harness.greedy(ids[1], 1)
     await harness.service.finish_session("alice", sessions[1], reason="success", detail=None)
     await harness.until(lambda: not harness.world.published)
 

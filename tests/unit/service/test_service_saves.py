@@ -8,6 +8,7 @@ import pytest
 from service_harness import BASE, Harness
 
 from descant.errors import NotFound, ServerError, UserError
+from descant.testing.clock import settle
 from descant.types import CheckpointName, SnapshotRef, WeightsSaved
 
 
@@ -64,7 +65,17 @@ async def test_a_name_that_is_taken(harness: Harness) -> None:
 
 async def test_two_saves_of_one_name_at_once(harness: Harness) -> None:
     model = await harness.model()
+    both = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SnapshotRef):
+            await both.wait()
+
+    harness.hook = hook
     sent = [await harness.save(model, 1, "a"), await harness.save(model, 2, "a")]
+    await harness.until(lambda: len(harness.world.snapshots) == 2)
+    await settle()
+    both.set()
     answers = [await harness.answer(submitted) for submitted in sent]
     assert isinstance(answers[0], WeightsSaved)
     assert isinstance(answers[1], UserError)
