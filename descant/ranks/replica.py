@@ -1,4 +1,4 @@
-"""The server's side of a replica: ``Trainer`` and ``Engine`` over a channel to the rank that does the work.
+"""The server's side of a replica: ``Trainer``, ``Engine`` and ``Progress`` over a channel to the rank that does the work.
 
     replica = await Replica.start(RankSpec(model="smollm2", settings=RankSettings()), on_death=...)
     future = replica.submit(command)
@@ -26,7 +26,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -55,7 +54,6 @@ from descant.ranks.settings import RankSettings, RankSpec
 from descant.types import (
     Command,
     EngineCapabilities,
-    ForwardBackward,
     Manifest,
     ModelFacts,
     Result,
@@ -63,7 +61,6 @@ from descant.types import (
     SampleRequest,
     SnapshotRef,
     Version,
-    input_length,
 )
 
 if TYPE_CHECKING:
@@ -101,16 +98,6 @@ class _Link(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Call:
-    """Something that awaits one answer. ``command`` for those that count as work ahead."""
-
-    future: asyncio.Future[Any]
-    what: str
-    model_id: str | None = None
-    tokens: int = 0
-
-
 class Replica:
     """Made by ``start`` or ``in_process``."""
 
@@ -128,7 +115,7 @@ class Replica:
         self._died: RankDied | None = None
         self._closing = False
         self._num_calls = 0
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._samples: dict[str, asyncio.Queue[SampleDelta | SampleEnded]] = {}
 
     # ------------------------------------------------------------------------------------------------ life
@@ -247,9 +234,9 @@ class Replica:
             self._ready.set_exception(ServerError(message + (f"; its last lines:\n{lines}" if lines else "")))
             self._ready.exception()  # whoever waited may have given up
         calls, self._calls = self._calls, {}
-        for call in calls.values():
-            if not call.future.done():
-                call.future.set_exception(RankDied(message))
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(RankDied(message))
         for request_id, deltas in self._samples.items():
             deltas.put_nowait(SampleEnded(request_id=request_id, error=RankDied(message)))
         if self._closing:
@@ -264,7 +251,7 @@ class Replica:
             raise RankDied(str(self._died or f"the rank of {self.name} is not running"))
         self._link.send(message)
 
-    def _call(self, make: Callable[[int], ToRank], what: str, **work: Any) -> asyncio.Future[Any]:
+    def _call(self, make: Callable[[int], ToRank], what: str) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._num_calls += 1
         call = self._num_calls
@@ -276,17 +263,17 @@ class Replica:
             log.exception("a message could not be sent")
             future.set_exception(ServerError(f"{what} could not be sent to the rank: {type(error).__name__}"))
         else:
-            self._calls[call] = _Call(future, what, **work)
+            self._calls[call] = future
         return future
 
     def _receive(self, message: FromRank) -> None:
         match message:
             case Finished(call=call, result=result):
-                if (found := self._calls.pop(call, None)) is not None and not found.future.done():
-                    found.future.set_result(result)
+                if (future := self._calls.pop(call, None)) is not None and not future.done():
+                    future.set_result(result)
             case Failed(call=call, error=error):
-                if (found := self._calls.pop(call, None)) is not None and not found.future.done():
-                    found.future.set_exception(error)
+                if (future := self._calls.pop(call, None)) is not None and not future.done():
+                    future.set_exception(error)
             case Sampled(delta=delta):
                 if (deltas := self._samples.get(delta.request_id)) is not None:
                     deltas.put_nowait(delta)
@@ -306,15 +293,7 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------ Trainer
     def submit(self, command: Command) -> asyncio.Future[Result]:
-        tokens = 0
-        if isinstance(command, ForwardBackward):
-            tokens = sum(input_length(datum.model_input) for datum in command.data)
-        return self._call(
-            lambda call: Submit(call=call, command=command),
-            type(command).__name__,
-            model_id=command.model_id,
-            tokens=tokens,
-        )
+        return self._call(lambda call: Submit(call=call, command=command), type(command).__name__)
 
     async def save(self, ref: SnapshotRef, dest: str) -> Manifest:
         return cast(Manifest, await self._call(lambda call: Save(call=call, ref=ref, dest=dest), "a save"))
@@ -357,19 +336,8 @@ class Replica:
             self._send(Cancel(request_id=request_id))
 
     # ------------------------------------------------------------------------------------------------ Progress
-    def describe(self, model_id: str) -> str:
-        """A sentence for whoever waits on this model: what runs now and how much is ahead. Costs no message."""
-        if self._link is None or self._died is not None:
-            return str(self._died or f"the rank of {self.name} is not running")
-        _, runs = self._link.board.read()
-        own = [call for call in self._calls.values() if call.model_id == model_id]
-        others = sum(call.tokens for call in self._calls.values() if call.model_id not in (None, model_id))
-        tokens = sum(call.tokens for call in own)
-        sampling = f", {len(self._samples)} sample requests" if self._samples else ""
-        return (
-            f"now running {runs or 'nothing'}; waiting: {len(own)} commands of this model with {tokens} training "
-            f"tokens, {others} tokens of other models{sampling}"
-        )
+    def running(self) -> str:
+        return "" if self._link is None else self._link.board.read()[1]
 
 
 OnDeath = Callable[[RankDied], None]

@@ -5,6 +5,7 @@ Everything runs on the turn loop's thread, except ``read`` and what ``save`` ret
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def build(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
         source,
         device=None if settings.device == "auto" else torch.device(settings.device),
         dtype={"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype],
-        spill_dir=None if spec.spill_dir is None else Path(spec.spill_dir),
+        spill_dir=None if spec.spill_dir is None else own_directory(Path(spec.spill_dir), source.name),
         max_version_bytes=settings.max_version_bytes,
         max_host_bytes=settings.max_host_bytes,
     )
@@ -224,6 +225,11 @@ class Worker:
 
     def free(self, version: Version | None) -> None:
         self._sampler.release(version)
+
+
+def own_directory(parent: Path, name: str) -> Path:
+    """A base's own: what a bank finds in its directory it takes for an earlier life's and removes."""
+    return parent / hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
 def num_pages(model: BaseModel, settings: RankSettings) -> int:
