@@ -1,4 +1,4 @@
-"""The server's side of a replica: ``Trainer``, ``Engine`` and ``Progress`` over a channel to the rank that does the work.
+"""The server's side of a replica: ``Trainer``, ``Engine`` and ``Progress`` over a channel to the rank that works.
 
     replica = await Replica.start(RankSpec(model="smollm2", settings=RankSettings()), on_death=...)
     future = replica.submit(command)
