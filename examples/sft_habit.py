@@ -135,7 +135,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     service_client = tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key)
-    base_model = args.base_model or service_client.get_server_capabilities().supported_models[0].model_name
+    rest_client = tinker.RestClient(base_url=args.base_url, api_key=args.api_key)
+    base_model = args.base_model or rest_client.get_server_capabilities().result().supported_models[0].model_name
     result = run(
         service_client,
         base_model=base_model,
