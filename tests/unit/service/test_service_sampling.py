@@ -151,7 +151,8 @@ async def test_so_many_samples_and_no_more(harness: Harness) -> None:
     release.set()
     for submitted in taken:
         await harness.result(submitted)
-    again = await asyncio.gather(*(harness.sample(id_, 0) for _ in range(8)))
+    seq_id = answers.index(taken[0])
+    again = await asyncio.gather(*(harness.sample(id_, seq_id) for _ in range(8)))
     assert {submitted.request_id for submitted in again} == {taken[0].request_id}
     await harness.result(await harness.sample(id_, 100)), "neither an end nor a repetition keeps a place"
 
