@@ -519,7 +519,8 @@ def _kernel_backward(
 def _plain_backward(
     rule: _Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """[B, H or K, L (keys: context + L), D]. By autograd over the formula, in float32 (a soft cap, values of another size, CUDA)."""
+    """[B, H or K, L (keys: context + L), D]. By autograd over the formula, in float32 (a soft cap, values of another
+    size, CUDA)."""
     group = q.shape[1] // k.shape[1]
     with torch.enable_grad():
         q32, k32, v32 = leaves = tuple(x.detach().float().requires_grad_() for x in (q, k, v))

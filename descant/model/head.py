@@ -6,7 +6,10 @@ weight stays as it is). In training, a chunk's dLogits are formed right where it
 Trainer and sampler get their logits from one function, in the base's dtype and then float32, over at least 8 rows
 (below 4 rows the fp32 library takes another path): a row's bits do not depend on how many rows are asked for.
 
-Legend: T tokens, D hidden size, V vocabulary, K targets a position, C tokens of a chunk, N rows asked for.
+A place is where a token's log-probabilities are asked for. Usually that is each token once; a token that several
+sequences share has several places, with targets and a loss each, and its logits are still made once.
+
+Legend: T tokens, P places, D hidden size, V vocabulary, K targets a place, C tokens of a chunk, N rows asked for.
 """
 
 from __future__ import annotations
@@ -26,17 +29,17 @@ CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
 (1024 tokens in bf16, one thread: 0.77 s at 128, 1.4 s at 1024); on CUDA a small chunk leaves the device idle."""
 
 ChunkLoss = Callable[[slice, torch.Tensor], torch.Tensor | None]
-"""``(tokens, logprobs_CK float32) -> dloss/dlogprobs_CK float32`` (None: nothing to push back for this chunk).
+"""``(places, logprobs float32) -> dloss/dlogprobs float32`` (None: nothing to push back for this chunk).
 
-Called once per chunk, in stream order. It must return finite numbers only: what is not finite is put to 0 by ``where``
-and reported by whoever owns the loss."""
+Called once per chunk, in stream order, with the chunk's places and their K log-probabilities each. It must return
+finite numbers only: what is not finite is put to 0 by ``where`` and reported by whoever owns the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutput:
-    """``logprobs_TK`` float32 [T, K]; ``dhidden_TD`` in the base's dtype, None without a ``loss``."""
+    """``logprobs_PK`` float32 [P, K]; ``dhidden_TD`` in the base's dtype, None without a ``loss``."""
 
-    logprobs_TK: torch.Tensor
+    logprobs_PK: torch.Tensor
     dhidden_TD: torch.Tensor | None
 
 
@@ -75,45 +78,55 @@ class Head:
     def logprobs(
         self,
         hidden_TD: torch.Tensor,
-        targets_TK: torch.Tensor,
+        targets_PK: torch.Tensor,
         lora: LoraPass | None,
         loss: ChunkLoss | None = None,
         chunk_tokens: int | None = None,
+        tokens_P: torch.Tensor | None = None,
     ) -> HeadOutput:
-        """Log-probabilities of ``targets_TK`` int64. With ``loss``, also dHidden, and dA, dB of the unembedding go into
+        """Log-probabilities of ``targets_PK`` int64. With ``loss``, also dHidden, and dA, dB of the unembedding go into
         the gradient rows. ``hidden_TD`` is detached inside: the caller runs ``hidden.backward(dhidden)``.
+        ``tokens_P`` int64 on the host, never falling: the token of each place; None: places are the tokens.
         Chunks whose dloss/dlogprobs is None or all zero skip the backward half; so does every token whose dloss is
         zero, on CPU (on CUDA the host would wait for their number, so they are computed and come out as zero)."""
+        device = hidden_TD.device
         if chunk_tokens is None:
-            chunk_tokens = CHUNK_TOKENS["cpu" if hidden_TD.device.type == "cpu" else "cuda"]
+            chunk_tokens = CHUNK_TOKENS["cpu" if device.type == "cpu" else "cuda"]
+        if tokens_P is None:
+            tokens_P = torch.arange(len(hidden_TD))
         hidden_TD = hidden_TD.detach()
-        logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
+        logprobs_PK = torch.empty(targets_PK.shape, dtype=torch.float32, device=device)
         dhidden_TD = None if loss is None else torch.zeros_like(hidden_TD)
+        starts = list(range(0, len(hidden_TD), chunk_tokens))
+        bounds = torch.searchsorted(tokens_P, torch.tensor([*starts, len(hidden_TD)])).tolist()
+        tokens_P = tokens_P.to(device, non_blocking=True)
         with torch.no_grad():
-            for start in range(0, len(hidden_TD), chunk_tokens):
+            for start, places in zip(starts, map(slice, bounds, bounds[1:])):
                 chunk = slice(start, min(start + chunk_tokens, len(hidden_TD)))
-                targets_CK = targets_TK[chunk]
+                rows_P, targets = tokens_P[places] - start, targets_PK[places]
                 logits_CV, saved = self._logits(hidden_TD[chunk], lora, start)
                 normaliser_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
-                logprobs_TK[chunk] = logits_CV.gather(1, targets_CK) - normaliser_C1
+                chosen = logits_CV.view(-1)[_cells(rows_P, targets, self.vocab_size)]
+                logprobs_PK[places] = chosen - normaliser_C1[rows_P]
                 if loss is None or dhidden_TD is None:
                     continue
-                dlogprobs_CK = loss(chunk, logprobs_TK[chunk])
-                if dlogprobs_CK is None:
+                dlogprobs = loss(places, logprobs_PK[places])
+                if dlogprobs is None:
                     continue
                 # dLogits take the place of the logits, which nobody needs any more.
                 self._backward(
                     hidden_TD[chunk],
                     logits_CV,
                     normaliser_C1,
-                    targets_CK,
-                    dlogprobs_CK,
+                    rows_P,
+                    targets,
+                    dlogprobs,
                     saved,
                     lora,
                     start,
                     dhidden_TD[chunk],
                 )
-        return HeadOutput(logprobs_TK=logprobs_TK, dhidden_TD=dhidden_TD)
+        return HeadOutput(logprobs_PK=logprobs_PK, dhidden_TD=dhidden_TD)
 
     def _logits(
         self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
@@ -135,15 +148,18 @@ class Head:
         hidden_CD: torch.Tensor,
         logits_CV: torch.Tensor,
         normaliser_C1: torch.Tensor,
-        targets_CK: torch.Tensor,
-        dlogprobs_CK: torch.Tensor,
+        rows_P: torch.Tensor,
+        targets_PK: torch.Tensor,
+        dlogprobs_PK: torch.Tensor,
         saved: list[torch.Tensor],
         lora: LoraPass | None,
         start: int,
         dhidden_CD: torch.Tensor,
     ) -> None:
-        """dHidden of a chunk into ``dhidden_CD``, dA and dB into the gradient rows; ``logits_CV`` is used up."""
-        wanted_C = (dlogprobs_CK != 0).any(dim=1)
+        """dHidden of a chunk into ``dhidden_CD``, dA and dB into the gradient rows; ``logits_CV`` is used up.
+        Place p is at row ``rows_P[p]`` of the chunk."""
+        wanted_P = (dlogprobs_PK != 0).any(dim=1)
+        wanted_C = torch.zeros(len(hidden_CD), device=hidden_CD.device).index_add_(0, rows_P, wanted_P.float()) > 0
         kept: torch.Tensor | None = None
         if not hidden_CD.is_cuda:
             kept = wanted_C.nonzero().squeeze(1)
@@ -151,15 +167,18 @@ class Head:
                 return
             if len(kept) < len(hidden_CD):
                 hidden_CD, logits_CV, normaliser_C1 = hidden_CD[kept], logits_CV[kept], normaliser_C1[kept]
-                targets_CK, dlogprobs_CK = targets_CK[kept], dlogprobs_CK[kept]
+                targets_PK, dlogprobs_PK = targets_PK[wanted_P], dlogprobs_PK[wanted_P]
+                rows_P = (wanted_C.cumsum(0) - 1)[rows_P[wanted_P]]
                 if lora is not None and self.site_index is not None:
                     lora, start = lora.select((kept + start).tolist()), 0
                     if lora is not None:
                         saved = lora_intermediates(hidden_CD, self.vocab_size, self.site_index, lora)
 
         slope_CV = None if self.softcap is None else 1 - (logits_CV / self.softcap).square()
-        dlogits_CV = logits_CV.sub_(normaliser_C1).exp_().mul_(-dlogprobs_CK.sum(dim=1, keepdim=True))
-        dlogits_CV.scatter_add_(1, targets_CK, dlogprobs_CK)
+        dlogprobs_C = normaliser_C1.new_zeros(len(hidden_CD)).index_add_(0, rows_P, dlogprobs_PK.sum(dim=1))
+        dlogits_CV = logits_CV.sub_(normaliser_C1).exp_().mul_(-dlogprobs_C[:, None])
+        cells = _cells(rows_P, targets_PK, self.vocab_size)
+        dlogits_CV.view(-1).scatter_add_(0, cells.view(-1), dlogprobs_PK.reshape(-1))
         if slope_CV is not None:
             dlogits_CV.mul_(slope_CV)
         if self.logit_scale != 1.0:
@@ -176,3 +195,8 @@ class Head:
             dhidden_CD.copy_(dh_CD)
         else:
             dhidden_CD[kept] = dh_CD
+
+
+def _cells(rows_P: torch.Tensor, targets_PK: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Where the targets lie in the chunk's logits, counted through, int64 [P, K]."""
+    return targets_PK + rows_P[:, None] * vocab_size

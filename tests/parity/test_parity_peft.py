@@ -87,6 +87,11 @@ class PeftLoop:
                 return -torch.minimum(ratio * advantages, clipped * advantages).sum()
             case "cispo":
                 return -(clipped.detach() * logprobs * advantages).sum()
+            case "gspo":
+                mask = arrays["sequence_ratio_mask"] == 1
+                ratio = drift[mask].mean().exp()
+                clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+                return -torch.minimum(ratio * advantages[mask], clipped * advantages[mask]).sum()
             case "dro":
                 return -(logprobs * advantages - 0.5 * config["beta"] * drift**2).sum()
         raise ValueError(command.loss_fn)
