@@ -102,9 +102,11 @@ def rl_datum(length: int, seed: int = 0, **arrays: object) -> Datum:
 
 
 def gspo_datum(length: int, seed: int = 0, **arrays: object) -> Datum:
-    """The second half is sampled; given log-probabilities as far from a tiny model's own as tests of clipping want."""
+    """The second half is sampled, with one advantage; a tiny model's own log-probabilities are above the given ones,
+    so that a positive one would be clipped."""
     mask = (np.arange(length) >= length // 2).astype(np.float32)
-    return rl_datum(length, seed, **{"sequence_ratio_mask": mask, **arrays})
+    given = {"sequence_ratio_mask": mask, "advantages": np.full(length, -0.1, np.float32)}
+    return rl_datum(length, seed, **{**given, **arrays})
 
 
 def some_commands(studio: Studio, models: Sequence[str]) -> list[ForwardBackward]:
@@ -120,7 +122,7 @@ def some_commands(studio: Studio, models: Sequence[str]) -> list[ForwardBackward
                 datum(5, number, target_tokens=wide, weights=np.full((5, 3), 0.3)),
             ]
         elif loss_fn == "gspo":
-            data = [gspo_datum(9, number), gspo_datum(70, number + 100)]
+            data = [gspo_datum(9, number), gspo_datum(70, number + 100), gspo_datum(8, number, advantages=[0.1] * 8)]
         else:
             data = [rl_datum(9, number), rl_datum(1, number + 50), rl_datum(70, number + 100)]
         commands.append(studio.command(model_id, *data, loss_fn=loss_fn))

@@ -99,12 +99,12 @@ class Packed:
         )
 
 
-def pack(items: Sequence[Item], device: torch.device) -> Packed:
-    """Checked datums, at least one."""
+def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> Packed:
+    """Checked datums, at least one. ``share`` False is for comparing the two."""
     ordered = sorted(items, key=lambda item: (item.row, item.request))
     dense = [dense_inputs(item.datum, item.loss_fn) for item in ordered]
     tokens = [input_tokens(item.datum.model_input) for item in ordered]
-    prefixes = _prefixes(ordered, tokens)
+    prefixes = _prefixes(ordered, tokens) if share else (None,) * len(ordered)
     lengths = [len(arrays["target_tokens"]) for arrays in dense]
     shared = [0 if prefix is None else prefix.length for prefix in prefixes]
     seq_lens = tuple(length - context for length, context in zip(lengths, shared, strict=True))

@@ -82,11 +82,14 @@ class Learner:
         *,
         computed_as: Mapping[str, str] | None = None,
         seconds: Callable[[], float] = time.perf_counter,
+        share_prefixes: bool = True,
     ):
-        """``computed_as``: losses that are computed as another. ``seconds`` measures how long passes take."""
+        """``computed_as``: losses that are computed as another. ``seconds`` measures how long passes take.
+        ``share_prefixes`` False is for comparing the two."""
         self._model = model
         self._computed_as = computed_as or {}
         self._seconds = seconds
+        self._share_prefixes = share_prefixes
         self._open: dict[RequestKey, _Request] = {}
         self._lost: dict[str, str] = {}
         """Why a model's gradient is not whole: the first reason since its last step."""
@@ -303,7 +306,7 @@ class Learner:
             return
         began = self._seconds()
         try:
-            packed = pack(items, self._model.device)
+            packed = pack(items, self._model.device, share=self._share_prefixes)
             loss_P, logprobs_PK = self._forward_backward(packed)
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
