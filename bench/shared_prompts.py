@@ -1,6 +1,6 @@
 """One adapter's samples of a few prompts: what they share computed once, against the same passes without sharing.
 
-    python bench/shared_prompts.py --shape smollm2-135m [--prompts 8 --prompt-tokens 512 --samples 8 --sample-tokens 128]
+    python bench/shared_prompts.py [--prompts 8 --prompt-tokens 512 --samples 8 --sample-tokens 128]
 
 Both sides cut the request into microbatches as the turn loop does, by the same budget (``--budget``): sharing fits more
 datums into a pass. Medians of alternated rounds in one process. ``limit`` is the ratio of the tokens given to those
@@ -124,8 +124,8 @@ def main() -> None:
     last: dict[str, tuple[ForwardBackwardOutput, torch.Tensor]] = {}
     for number in range(options.rounds + 1):
         for name, side in sides.items():
-            taken, *result = side.run()
-            last[name] = (result[0], result[1])
+            taken, output, gradient = side.run()
+            last[name] = (output, gradient)
             if number:
                 seconds[name].append(taken)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
