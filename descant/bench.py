@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from descant.errors import UserError
 
@@ -92,6 +92,7 @@ def _prepare(name: str) -> Bench:
 
     from descant.model.load import load_model, resolve_model
 
+    transformers.utils.logging.disable_progress_bar()
     source = resolve_model(name)
     model = load_model(source)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source.directory, dtype=model.dtype)
@@ -99,7 +100,7 @@ def _prepare(name: str) -> Bench:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table("id", "what", "value", "unit", "baseline", "ratio", "limit", "of limit", caption=None)
+    table = Table(Column("id", no_wrap=True), "what", "value", "unit", "baseline", "ratio", "limit", "of limit")
     for row in rows:
         table.add_row(
             row.id,
@@ -210,6 +211,8 @@ def train_tokens_per_s(bench: Bench) -> Row:
         learner.close(request)
         learner.optim_step(model_id, AdamParams(learning_rate=1e-5))
 
+    num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
+    limit = _linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
     config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
     adapted: Any = peft.get_peft_model(bench.plain, config)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
@@ -223,9 +226,7 @@ def train_tokens_per_s(bench: Bench) -> Row:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
     try:
-        limit = _linear_products(bench.plain, num_tokens, backward=True)
         seconds = _alternate({"baseline": theirs, "value": ours, "limit": limit}, device)
     finally:
         adapted.unload()
