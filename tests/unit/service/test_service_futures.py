@@ -91,6 +91,8 @@ async def test_writes_that_come_together_share_a_commit(tmp_path: Path) -> None:
     before = database.num_commits
     await put(100)
     assert database.num_commits - before == 1
+    await asyncio.gather(*(put(101) for _ in range(20)))
+    assert len(store._entries) == 2, "what was sent again leaves nothing behind"
     await database.close()
 
 
