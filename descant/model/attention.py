@@ -302,7 +302,8 @@ def _blocked(
             )
         else:
             key, value = (
-                x[tile.keys].view(S, -1, num_key_heads, PAGE_TOKENS, x.shape[3]).transpose(1, 2) for x in pages
+                x.index_select(0, tile.keys).view(S, -1, num_key_heads, PAGE_TOKENS, x.shape[3]).transpose(1, 2)
+                for x in pages
             )
         out, logsumexp = _attend(
             query,
