@@ -83,6 +83,8 @@ def run_bench(names: Sequence[str], *, model: str, json_file: Path | None) -> No
     bench = _prepare(model)
     rows = [MEASUREMENTS[name](bench) for name in names or MEASUREMENTS]
     console.print(_table(rows))
+    for row in rows:
+        console.print(f"{row.id}: {row.what}", highlight=False)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
@@ -100,11 +102,10 @@ def _prepare(name: str) -> Bench:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(Column("id", no_wrap=True), "what", "value", "unit", "baseline", "ratio", "limit", "of limit")
+    table = Table(Column("id", no_wrap=True), "value", "unit", "baseline", "ratio", "limit", "of limit")
     for row in rows:
         table.add_row(
             row.id,
-            row.what,
             f"{row.value:.0f}",
             row.unit,
             f"{row.baseline:.0f}",
