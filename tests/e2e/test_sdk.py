@@ -31,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(Path(model), tmp_path_factory.mktemp("server") / "data") as running:
+    data_dir = tmp_path_factory.mktemp("server") / "data"
+    with serve(Path(model), data_dir, "rank.device=cpu", "rank.dtype=float32") as running:
         yield running
 
 
