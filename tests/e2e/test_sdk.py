@@ -23,6 +23,9 @@ from descant.testing.tiny import MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
 
 KEY = "tml-alice"
 
+SETTINGS = ("rank.device=cpu", "rank.dtype=float32", "rank.max_version_bytes=100000", "rank.max_host_bytes=100000")
+"""Room for two published versions in the bank, and for about two more in host memory."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -32,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data_dir = tmp_path_factory.mktemp("server") / "data"
-    with serve(Path(model), data_dir, "rank.device=cpu", "rank.dtype=float32") as running:
+    with serve(Path(model), data_dir, *SETTINGS) as running:
         yield running
 
 
@@ -405,6 +408,22 @@ def test_two_samplers_of_one_model_both_begin_at_zero(training: tinker.TrainingC
     params = types.SamplingParams(max_tokens=3, seed=0, temperature=0.0, stop=[])
     answers = [sampler.sample(prompt(), 1, params) for sampler in (first, second)]
     assert len({tuple(answer.result(END_S).sequences[0].tokens) for answer in answers}) == 1
+
+
+def test_a_sampling_client_keeps_its_version_however_many_there_are(training: tinker.TrainingClient, server: Server):
+    """The SDK never closes them; most of these have gone to disk when they are asked again."""
+    samplers, expected = [], []
+    for _ in range(12):
+        step(training, [datum(9, 1)], lr=0.02)
+        samplers.append(training.save_weights_and_get_sampling_client().result(END_S))
+        expected.append(logprobs(training, [datum(12, 7)]))
+    data_dir = Path(next(line for line in server.printed if line.startswith("data in ")).removeprefix("data in "))
+    assert list((data_dir / "spill").rglob("*.safetensors"))
+    scored = types.ModelInput.from_ints(datum(12, 7).model_input.to_ints())
+    for index in [*range(12), 0, 5]:
+        scores = samplers[index].compute_logprobs(scored).result(END_S)
+        np.testing.assert_allclose(scores[1:], expected[index][:-1], atol=1e-4)
+    assert np.abs(expected[0] - expected[-1]).max() > 0.1
 
 
 def test_a_new_adapter_inherits_nothing(server: Server, service: tinker.ServiceClient, model: str):
