@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import UserError
 from descant.model import attention, selfcheck
 from descant.model.bank import AdapterBank, LoraSite
-from descant.model.base import BaseModel
+from descant.model.base import BaseModel, ask_for_gradient
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, MultiLoraLinear
 from descant.types import ModelFacts
@@ -46,6 +46,9 @@ _GROUPS: Mapping[str, Literal["attn", "mlp"]] = {
         ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts"), "mlp"
     ),
 }
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that families call one after another on the same tensor."""
+
 _FROZEN = frozenset({"experts", "gate", "router", "shared_expert_gate"})
 """Experts see tokens in an order of their own, and routers decide; both stay as they are."""
 
@@ -179,6 +182,7 @@ def load_model(
     max_version_bytes: int = 2 << 30,
     max_host_bytes: int = 4 << 30,
     check: bool = True,
+    compile: bool | None = None,
 ) -> BaseModel:
     """Loads, freezes, replaces attention and linear layers, and ends with the self-check: random sequences packed and
     alone, with and without KV pages, agree to 1e-4 of the largest in float32 (large models: see ``selfcheck``), and
@@ -187,16 +191,43 @@ def load_model(
     model that only fails packed is served one sequence a pass (``packable`` False). A rotary scaling that follows the
     longest sequence of a pass is served up to the length where it sets in, below which it is fixed.
 
-    ``check`` False skips the comparison, not the refusals that need none."""
+    ``check`` False skips the comparison, not the refusals that need none.
+    ``compile``: decoder layers and head go through ``torch.compile`` for passes without KV pages (None: on CUDA in half
+    precision, but for models with experts, whose every pass is another graph). It takes some 20 s here, once."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or native_dtype(device)
     config, tokenizer = _read(source)
     network = _load_network(source, config, device, dtype)
     architecture = type(network).__name__
     try:
-        return _assemble(source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check)
+        model = _assemble(
+            source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check
+        )
     except UserError as error:
         raise UserError(f"{architecture} cannot be served: {error.message}") from error
+    has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
+    if compile or (compile is None and device.type == "cuda" and dtype is not torch.float32 and not has_experts):
+        _compile(model)
+    return model
+
+
+def _compile(model: BaseModel) -> None:
+    """Each decoder layer by itself; T is the only size that may vary."""
+    layers = next(
+        (
+            module
+            for module in model.network.modules()
+            if isinstance(module, nn.ModuleList) and len(module) == len(model.kv_shapes)
+        ),
+        None,
+    )
+    if layers is None:
+        return
+    for layer in layers:
+        layer.compile(dynamic=True)
+    model.network.get_input_embeddings().register_forward_hook(ask_for_gradient)
+    model.compiled = model.head.compiled = True
+    model.warm_up()
 
 
 def _read(source: ModelSource) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -344,6 +375,11 @@ def _replace_linears(network: nn.Module, decoder: nn.Module, channel: LoraChanne
         site = LoraSite(name=name, group=group, in_features=in_features, out_features=out_features)
         network.set_submodule(name, MultiLoraLinear(module, len(sites), site, channel))
         sites.append(site)
+    for module in decoder.modules():
+        for names in _TOGETHER:
+            layers = [layer for name in names if isinstance(layer := getattr(module, name, None), MultiLoraLinear)]
+            if len({layer.site.in_features for layer in layers}) == 1:
+                MultiLoraLinear.join(layers)
     return sites
 
 

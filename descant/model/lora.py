@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from descant.errors import ServerError
 from descant.model.bank import AdapterBank, Layout, LoraSite
-from descant.model.passes import Pass
+from descant.model.passes import Handles, Pass
 from descant.types import SCALE_NUMERATOR
 
 MAX_GROUPS = 1023
@@ -56,6 +56,7 @@ class _Slabs:
     work_SP: torch.Tensor
     gradient_SP: torch.Tensor
     layout: Layout
+    sites: tuple[LoraSite, ...]
 
 
 class _Run:
@@ -67,8 +68,12 @@ class _Run:
         self.start, self.end = segments[0].start, segments[-1].end
         self._group_tensors: _GroupTensors | None = None
 
-    def trained(self, site_index: int) -> bool:
-        return any(segment.trained[site_index] for segment in self.segments)
+    def trained(self, sites: Sequence[int]) -> bool:
+        return any(segment.trained[site] for segment in self.segments for site in sites)
+
+    @property
+    def learns(self) -> bool:
+        return any(segment.gradient is not None for segment in self.segments)
 
     @property
     def groups(self) -> _GroupTensors:
@@ -81,7 +86,7 @@ class _Run:
 class _GroupTensors:
     """What a grouped product needs, made on the host once a pass. ``offs_G`` int32, ``scale_T1`` float32.
 
-    ``step``: the work slots are ``first, first + step, …`` and a view of the slab serves; None: they are gathered.
+    One group's products are plain ones. ``step``: the work slots are ``first, first + step, …`` and a view of the slab serves; None: they are gathered.
     ``learning``: indices of the groups that have a gradient slot, None for all.
     """
 
@@ -113,7 +118,7 @@ class _GroupTensors:
         )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
 class LoraPass:
     """A pass's segments, resolved against the bank once, for all layers.
 
@@ -124,7 +129,12 @@ class LoraPass:
     segments: tuple[_Segment, ...]
     slabs: dict[int, _Slabs]
     products: Literal["auto", "loop", "grouped"] = "auto"
+    handle: torch.Tensor = field(init=False, repr=False, compare=False)
     _ranges: dict[tuple[int, int], tuple[_Run, ...]] = field(default_factory=dict)
+    _kept: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.handle = LORA_PASSES.take(self)
 
     @staticmethod
     def of(pass_: Pass, bank: AdapterBank, *, products: Literal["auto", "loop", "grouped"] = "auto") -> LoraPass | None:
@@ -158,6 +168,7 @@ class LoraPass:
                 work_SP=bank.work_slab(rank_class),
                 gradient_SP=bank.gradient_slab(rank_class),
                 layout=bank.layout(rank_class),
+                sites=bank.sites,
             )
             for rank_class in {segment.rank_class for segment in segments}
         }
@@ -189,6 +200,21 @@ class LoraPass:
     def trained(self, site_index: int) -> bool:
         return any(segment.trained[site_index] for segment in self.segments)
 
+    def whole(self, num_tokens: int) -> _Run | None:
+        """The run that is all of a stream of ``num_tokens``."""
+        runs = self.runs(0, num_tokens)
+        return runs[0] if len(runs) == 1 and (runs[0].start, runs[0].end) == (0, num_tokens) else None
+
+    def keep(self, sites: list[int], saved: list[torch.Tensor]) -> None:
+        """For the backward of a compiled layer. A layer that runs twice is backed out of in reverse."""
+        self._kept.setdefault(sites[0], []).append(saved)
+
+    def kept(self, sites: list[int]) -> list[torch.Tensor]:
+        return self._kept[sites[0]].pop()
+
+
+LORA_PASSES: Handles[LoraPass] = Handles()
+
 
 def _cut(segment: _Segment, start: int, end: int) -> _Segment:
     return _Segment(
@@ -218,16 +244,25 @@ def _adjacent(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     return groups
 
 
+@dataclass(slots=True)
 class LoraChannel:
     """How the pass reaches the layers (transformers hands keywords to attention only). A plain attribute, read in
     forward and kept in the autograd context: on CUDA, backward runs in another thread, where no context variable is
-    seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call."""
+    seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call.
+
+    ``given``: an input that several layers share, and the outputs that wait for them (see ``MultiLoraLinear``).
+    """
 
     current: LoraPass | None = None
+    given: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
 
 class MultiLoraLinear(nn.Module):
-    """Stands where ``base`` (``nn.Linear``, or transformers' transposed ``Conv1D``) stood."""
+    """Stands where ``base`` (``nn.Linear``, or transformers' transposed ``Conv1D``) stood.
+
+    Layers that are called one after another on the same tensor (q, k, v; gate and up) are one product on the adapters'
+    narrow side: the first to be called computes for all of ``together``, the others find their outputs in the channel.
+    """
 
     def __init__(self, base: nn.Module, site_index: int, site: LoraSite, channel: LoraChannel):
         super().__init__()
@@ -240,11 +275,23 @@ class MultiLoraLinear(nn.Module):
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
         self._recorded = torch.zeros((), requires_grad=True)
+        self.position = 0
+        self._together: tuple[MultiLoraLinear, ...] = (self,)
+        # A number that differs from layer to layer would make a graph for each: the sites are a tensor's contents.
+        self._sites = torch.tensor([site_index])
         if self.weight_OI.shape != (site.out_features, site.in_features):
             raise ServerError(
                 f"{site.name} has a weight of shape {tuple(self.weight_OI.shape)}, "
                 f"expected ({site.out_features}, {site.in_features})"
             )
+
+    @staticmethod
+    def join(layers: Sequence[MultiLoraLinear]) -> None:
+        """These are called on one tensor, in this order."""
+        for position, layer in enumerate(layers):
+            layer.position = position
+            layer._together = tuple(layers)
+            layer._sites = torch.tensor([each.site_index for each in layers])
 
     @property
     def weight(self) -> torch.Tensor:
@@ -262,77 +309,130 @@ class MultiLoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
         lora = self.channel.current
-        if lora is None or not lora.trained(self.site_index):
+        if lora is None or not (torch.compiler.is_compiling() or lora.trained(self.site_index)):
             return self.base(x)
-        x_TI = x.reshape(-1, self.site.in_features)
-        if torch.is_grad_enabled():
-            y_TO = _LoraLinear.apply(x_TI, self._recorded, self, lora)
+        given = self.channel.given
+        if self.position > 0 and given is not None and given[0] is x:
+            y_TO = given[1][self.position]
+            if self.position == len(self._together) - 1:
+                self.channel.given = None
         else:
-            y_TO = self.base(x_TI)
-            lora_forward(x_TI, y_TO, self.site_index, lora)
+            ys = self._outputs(x.reshape(-1, self.site.in_features), lora)
+            y_TO = ys[self.position]
+            if self.position == 0 and len(ys) > 1:
+                self.channel.given = (x, ys)
         return y_TO.view(*x.shape[:-1], self.site.out_features)
 
+    def _outputs(self, x_TI: torch.Tensor, lora: LoraPass) -> tuple[torch.Tensor, ...]:
+        """Of all layers of ``together``."""
+        parts: list[torch.Tensor | None] = []
+        for layer in self._together:
+            parts += [layer.weight_OI, layer.bias]
+        if torch.is_grad_enabled():
+            outputs: tuple[torch.Tensor, ...] = _LoraLinears.apply(
+                x_TI, self._recorded, lora.handle, self._sites, *parts
+            )
+            return outputs
+        ys, _ = _linears(x_TI, lora.handle, self._sites, parts)
+        return tuple(ys)
 
-class _LoraLinear(torch.autograd.Function):
+
+def _linears(
+    x_TI: torch.Tensor, handle: torch.Tensor, sites: torch.Tensor, parts: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs, and what ``lora_backward`` wants to have kept (in a compiled layer the pass keeps it). ``parts``:
+    weight [O, I] and bias [O] or None of each site."""
+    ys = [F.linear(x_TI, weight, bias) for weight, bias in zip(parts[::2], parts[1::2])]  # type: ignore[arg-type]
+    if not torch.compiler.is_compiling():
+        return ys, lora_forward(x_TI, ys, sites.tolist(), LORA_PASSES[handle])
+    additions = torch.ops.descant.lora(x_TI, handle, sites, [y.shape[1] for y in ys])
+    return [y + addition for y, addition in zip(ys, additions)], []
+
+
+class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TI: torch.Tensor, recorded: torch.Tensor, layer: MultiLoraLinear, lora: LoraPass
-    ) -> torch.Tensor:
-        y_TO = layer.base(x_TI)
-        ctx.save_for_backward(x_TI, *lora_forward(x_TI, y_TO, layer.site_index, lora))
-        ctx.layer, ctx.lora = layer, lora
-        return y_TO
+        ctx: Any,
+        x_TI: torch.Tensor,
+        recorded: torch.Tensor,
+        handle: torch.Tensor,
+        sites: torch.Tensor,
+        *parts: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        ys, saved = _linears(x_TI, handle, sites, parts)
+        ctx.save_for_backward(x_TI, handle, sites, *parts[::2], *saved)
+        ctx.num_sites = len(ys)
+        if not torch.compiler.is_compiling():
+            ctx.lora = LORA_PASSES[handle]
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        dy_TO = grad_outputs[0].contiguous()  # a sum's gradient comes with strides of 0
-        layer: MultiLoraLinear = ctx.layer
-        x_TI, *saved = ctx.saved_tensors
-        dx_TI = torch.mm(dy_TO, layer.weight_OI) if ctx.needs_input_grad[0] else None
-        lora_backward(x_TI, dy_TO, saved, layer.site_index, ctx.lora, dx_TI=dx_TI)
-        return dx_TI, None, None, None
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TI, handle, sites, *rest = ctx.saved_tensors
+        weights, saved = rest[: ctx.num_sites], rest[ctx.num_sites :]
+        dys = [dy.contiguous() for dy in grad_outputs]  # a sum's gradient comes with strides of 0
+        nothing = (None,) * (3 + 2 * ctx.num_sites)
+        if torch.compiler.is_compiling():
+            dx_TI = torch.ops.descant.lora_backward(x_TI, dys, handle, sites)
+            for dy, weight in zip(dys, weights):
+                dx_TI = dx_TI + torch.mm(dy, weight)
+            return dx_TI, *nothing
+        dx_TI = None
+        if ctx.needs_input_grad[0]:
+            dx_TI = torch.mm(dys[0], weights[0])
+            for dy, weight in zip(dys[1:], weights[1:]):
+                dx_TI.addmm_(dy, weight)
+        lora_backward(x_TI, dys, saved, sites.tolist(), ctx.lora, dx_TI=dx_TI)
+        return dx_TI, *nothing
+
+
+# ---- the adapters' part of layers that share an input, run by run
 
 
 def lora_forward(
-    x_TI: torch.Tensor, y_TO: torch.Tensor, site_index: int, lora: LoraPass, *, start: int = 0
+    x_TI: torch.Tensor, ys: Sequence[torch.Tensor], sites: Sequence[int], lora: LoraPass, *, start: int = 0
 ) -> list[torch.Tensor]:
-    """Adds the adapters' part to ``y`` in place for the stream's tokens ``start:start+T``; returns what
+    """Adds the adapters' part to each ``y`` [T, out] in place, for the stream's tokens ``start:start+T``; returns what
     ``lora_backward`` needs (the rank-wide intermediates)."""
-    saved = lora_intermediates(x_TI, y_TO.shape[1], site_index, lora, start=start)
+    saved = lora_intermediates(x_TI, [y.shape[1] for y in ys], sites, lora, start=start)
     intermediates = iter(saved)
     for run in lora.runs(start, len(x_TI)):
-        if not run.trained(site_index):
+        if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, y_TO.shape[1]):
-            _grouped_expand(next(intermediates), y_TO, site_index, run)
-        else:
+        if _is_grouped(lora, run, x_TI, [y.shape[1] for y in ys]):
+            h_TR = next(intermediates)
+            for index, y_TO in enumerate(ys):
+                _grouped_expand(h_TR, y_TO, index, sites[index], run)
+            continue
+        for site, y_TO in zip(sites, ys):
             for segment in run.segments:
-                if segment.trained[site_index]:
-                    _segment_expand(next(intermediates), y_TO, site_index, run.slabs, segment)
+                if segment.trained[site]:
+                    _segment_expand(next(intermediates), y_TO, site, run.slabs, segment)
     return saved
 
 
 def lora_intermediates(
-    x_TI: torch.Tensor, out_features: int, site_index: int, lora: LoraPass, *, start: int = 0
+    x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraPass, *, start: int = 0
 ) -> list[torch.Tensor]:
     """The first half of ``lora_forward``, and what it returns (a backward over fewer tokens computes it again)."""
     saved: list[torch.Tensor] = []
     for run in lora.runs(start, len(x_TI)):
-        if not run.trained(site_index):
+        if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, out_features):
-            saved.append(_grouped_shrink(x_TI, site_index, run))
-        else:
-            trained = [segment for segment in run.segments if segment.trained[site_index]]
-            saved.extend(_segment_shrink(x_TI, site_index, run.slabs, segment) for segment in trained)
+        if _is_grouped(lora, run, x_TI, widths):
+            saved.append(_grouped_shrink(x_TI, sites, run))
+            continue
+        for site in sites:
+            trained = [segment for segment in run.segments if segment.trained[site]]
+            saved.extend(_segment_shrink(x_TI, site, run.slabs, segment) for segment in trained)
     return saved
 
 
 def lora_backward(
     x_TI: torch.Tensor,
-    dy_TO: torch.Tensor,
-    saved: list[torch.Tensor],
-    site_index: int,
+    dys: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
+    sites: Sequence[int],
     lora: LoraPass,
     *,
     dx_TI: torch.Tensor | None,
@@ -341,25 +441,76 @@ def lora_backward(
     """Adds the adapters' part of dX to ``dx_TI`` (None: not wanted), and dA, dB to the segments' gradient rows."""
     intermediates = iter(saved)
     for run in lora.runs(start, len(x_TI)):
-        if not run.trained(site_index):
+        if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, dy_TO.shape[1]):
-            _grouped_backward(x_TI, dy_TO, next(intermediates), site_index, run, dx_TI)
-        else:
+        if _is_grouped(lora, run, x_TI, [dy.shape[1] for dy in dys]):
+            dh_TR = _grouped_backward(x_TI, dys, next(intermediates), sites, run)
+            if dx_TI is not None:
+                _grouped_dx(dh_TR, dx_TI, sites, run)
+            continue
+        for site, dy_TO in zip(sites, dys):
             for segment in run.segments:
-                if segment.trained[site_index]:
-                    _segment_backward(x_TI, dy_TO, next(intermediates), site_index, run.slabs, segment, dx_TI)
+                if segment.trained[site]:
+                    _segment_backward(x_TI, dy_TO, next(intermediates), site, run.slabs, segment, dx_TI)
 
 
-def _is_grouped(lora: LoraPass, run: _Run, x_TI: torch.Tensor, out_features: int) -> bool:
+# ---- the same as operators of a compiled layer: what they return is added there, where a neighbour reads it anyway
+
+
+def _lora_op(x_TI: torch.Tensor, handle: torch.Tensor, sites: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+    """The adapters' part of each output, to be added to the base's."""
+    lora, indices = LORA_PASSES[handle], sites.tolist()
+    run = lora.whole(len(x_TI))
+    if run is not None and run.trained(indices) and _is_grouped(lora, run, x_TI, widths):
+        h_TR = _grouped_shrink(x_TI, indices, run)
+        lora.keep(indices, [h_TR])
+        return [_grouped_addition(h_TR, width, i, site, run) for i, (site, width) in enumerate(zip(indices, widths))]
+    ys = [x_TI.new_zeros(len(x_TI), width) for width in widths]
+    lora.keep(indices, lora_forward(x_TI, ys, indices, lora))
+    return ys
+
+
+def _lora_backward_op(
+    x_TI: torch.Tensor, dys: list[torch.Tensor], handle: torch.Tensor, sites: torch.Tensor
+) -> torch.Tensor:
+    """The adapters' part of dX. dA and dB are added to gradient rows, of which the graph knows nothing."""
+    lora, indices = LORA_PASSES[handle], sites.tolist()
+    saved = lora.kept(indices)
+    run = lora.whole(len(x_TI))
+    if run is not None and run.trained(indices) and _is_grouped(lora, run, x_TI, [dy.shape[1] for dy in dys]):
+        return _grouped_dx(_grouped_backward(x_TI, dys, saved[0], indices, run), None, indices, run)
+    dx_TI = torch.zeros_like(x_TI)
+    lora_backward(x_TI, dys, saved, indices, lora, dx_TI=dx_TI)
+    return dx_TI
+
+
+_LIBRARY = torch.library.Library("descant", "FRAGMENT")
+_LIBRARY.define("lora(Tensor x, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor[]")
+_LIBRARY.define("lora_backward(Tensor x, Tensor[] dys, Tensor handle, Tensor sites) -> Tensor")
+_LIBRARY.impl("lora", _lora_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("lora_backward", _lora_backward_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("descant::lora", lib=_LIBRARY)
+def _lora_shapes(
+    x_TI: torch.Tensor, handle: torch.Tensor, sites: torch.Tensor, widths: list[int]
+) -> list[torch.Tensor]:
+    return [x_TI.new_empty(x_TI.shape[0], width) for width in widths]
+
+
+@torch.library.register_fake("descant::lora_backward", lib=_LIBRARY)
+def _lora_backward_shapes(x_TI: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape)
+
+
+def _is_grouped(lora: LoraPass, run: _Run, x_TI: torch.Tensor, widths: Sequence[int]) -> bool:
     if lora.products != "auto":
         return lora.products == "grouped"
     return (
         x_TI.is_cuda
-        and len(run.segments) > 1
         and x_TI.dtype == torch.bfloat16  # others fall back to a loop that waits for the device
         and x_TI.shape[1] % 8 == 0  # strides of 16 bytes, or the CUDA context dies
-        and out_features % 8 == 0
+        and all(width % 8 == 0 for width in widths)
     )
 
 
@@ -424,46 +575,94 @@ def _stacked(run: _Run, offset: int, rows: int, columns: int) -> torch.Tensor:
     return parts_SE.index_select(0, groups.slots_G).view(-1, rows, columns)
 
 
-def _grouped_shrink(x_TI: torch.Tensor, site_index: int, run: _Run) -> torch.Tensor:
-    """Exactly the run's tokens go in: rows at and beyond the last offset would come out uninitialised."""
-    layout, groups = run.slabs.layout, run.groups
-    a_GRI = _stacked(run, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
-    h_TR = F.grouped_mm(x_TI[run.start : run.end], a_GRI.transpose(1, 2), offs=groups.offs_G)
-    return h_TR.mul_(groups.scale_T1)
+def _times(run: _Run, x_TK: torch.Tensor, weights_GNK: torch.Tensor) -> torch.Tensor:
+    """[T, N]: every group's rows by its own weight. Exactly the run's tokens go in: rows at and beyond the last offset
+    would come out uninitialised."""
+    if len(run.segments) == 1:
+        return torch.mm(x_TK, weights_GNK[0].t())
+    return F.grouped_mm(x_TK, weights_GNK.transpose(1, 2), offs=run.groups.offs_G)
 
 
-def _grouped_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, run: _Run) -> None:
+def _outer(run: _Run, a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
+    """[G, M, N]: the sum over every group's rows. A single group's comes in float32 where the library can."""
+    if len(run.segments) > 1:
+        return F.grouped_mm(a_TM.t(), b_TN, offs=run.groups.offs_G)
+    if a_TM.is_cuda and a_TM.dtype != torch.float32:
+        return torch.mm(a_TM.t(), b_TN, out_dtype=torch.float32).unsqueeze(0)
+    return torch.mm(a_TM.t(), b_TN).unsqueeze(0)
+
+
+def _all_a(run: _Run, sites: Sequence[int], in_features: int) -> torch.Tensor:
+    """[G, sites · R, in]: the A's of all sites, one above the other."""
     layout = run.slabs.layout
-    b_GOR = _stacked(run, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
-    y_TO[run.start : run.end].add_(F.grouped_mm(h_TR, b_GOR.transpose(1, 2), offs=run.groups.offs_G))
+    parts = [_stacked(run, layout.a_offset[site], layout.rank_class, in_features) for site in sites]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _b(run: _Run, site: int, out_features: int) -> torch.Tensor:
+    """[G, out, R]"""
+    return _stacked(run, run.slabs.layout.b_offset[site], out_features, run.slabs.layout.rank_class)
+
+
+def _own_ranks(h_TR: torch.Tensor, index: int, run: _Run) -> torch.Tensor:
+    rank_class = run.slabs.layout.rank_class
+    return h_TR[:, index * rank_class : (index + 1) * rank_class]
+
+
+def _scaled(h_TR: torch.Tensor, run: _Run) -> torch.Tensor:
+    return h_TR.mul_(run.segments[0].scale if len(run.segments) == 1 else run.groups.scale_T1)
+
+
+def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], run: _Run) -> torch.Tensor:
+    """Scaled, [run's tokens, sites · R]: one reading of x for all sites."""
+    return _scaled(_times(run, x_TI[run.start : run.end], _all_a(run, sites, x_TI.shape[1])), run)
+
+
+def _grouped_addition(h_TR: torch.Tensor, out_features: int, index: int, site: int, run: _Run) -> torch.Tensor:
+    return _times(run, _own_ranks(h_TR, index, run), _b(run, site, out_features))
+
+
+def _grouped_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, index: int, site: int, run: _Run) -> None:
+    y_TO = y_TO[run.start : run.end]
+    if len(run.segments) == 1:
+        y_TO.addmm_(_own_ranks(h_TR, index, run), _b(run, site, y_TO.shape[1])[0].t())
+    else:
+        y_TO.add_(_grouped_addition(h_TR, y_TO.shape[1], index, site, run))
 
 
 def _grouped_backward(
-    x_TI: torch.Tensor,
-    dy_TO: torch.Tensor,
-    h_TR: torch.Tensor,
-    site_index: int,
-    run: _Run,
-    dx_TI: torch.Tensor | None,
-) -> None:
-    layout, groups, tokens = run.slabs.layout, run.groups, slice(run.start, run.end)
-    a, b = layout.a_offset[site_index], layout.b_offset[site_index]
-    dy = dy_TO[tokens]
-    b_GOR = _stacked(run, b, dy_TO.shape[1], layout.rank_class)
-    dh_TR = F.grouped_mm(dy, b_GOR, offs=groups.offs_G).mul_(groups.scale_T1)
-    if dx_TI is not None:
-        a_GRI = _stacked(run, a, layout.rank_class, x_TI.shape[1])
-        dx_TI[tokens].add_(F.grouped_mm(dh_TR, a_GRI, offs=groups.offs_G))
-    if len(groups.gradients_L) == 0:
-        return
-    _add_to_rows(run, a, F.grouped_mm(dh_TR.t(), x_TI[tokens], offs=groups.offs_G))
-    _add_to_rows(run, b, F.grouped_mm(dy.t(), h_TR, offs=groups.offs_G))
+    x_TI: torch.Tensor, dys: Sequence[torch.Tensor], h_TR: torch.Tensor, sites: Sequence[int], run: _Run
+) -> torch.Tensor:
+    """dA and dB into the gradient rows; returns the scaled dh [run's tokens, sites · R]."""
+    layout, tokens = run.slabs.layout, slice(run.start, run.end)
+    dhs = [_times(run, dy[tokens], _b(run, site, dy.shape[1]).transpose(1, 2)) for site, dy in zip(sites, dys)]
+    dh_TR = _scaled(dhs[0] if len(dhs) == 1 else torch.cat(dhs, dim=1), run)
+    if run.learns:
+        da_GRI = _outer(run, dh_TR, x_TI[tokens])
+        for index, (site, dy) in enumerate(zip(sites, dys)):
+            own = slice(index * layout.rank_class, (index + 1) * layout.rank_class)
+            _add_to_rows(run, layout.a_offset[site], da_GRI[:, own])
+            _add_to_rows(run, layout.b_offset[site], _outer(run, dy[tokens], _own_ranks(h_TR, index, run)))
+    return dh_TR
+
+
+def _grouped_dx(dh_TR: torch.Tensor, dx_TI: torch.Tensor | None, sites: Sequence[int], run: _Run) -> torch.Tensor:
+    """The adapters' part of dX, added to ``dx_TI`` where one is given."""
+    in_features = run.slabs.sites[sites[0]].in_features
+    a_GIR = _all_a(run, sites, in_features).transpose(1, 2)
+    if dx_TI is None:
+        return _times(run, dh_TR, a_GIR)
+    dx_TI = dx_TI[run.start : run.end]
+    return dx_TI.addmm_(dh_TR, a_GIR[0].t()) if len(run.segments) == 1 else dx_TI.add_(_times(run, dh_TR, a_GIR))
 
 
 def _add_to_rows(run: _Run, offset: int, parts_GMN: torch.Tensor) -> None:
-    groups = run.groups
     parts_GE = parts_GMN.flatten(1)
+    gradient_SE = run.slabs.gradient_SP[:, offset : offset + parts_GE.shape[1]]
+    if len(run.segments) == 1:
+        gradient_SE[run.segments[0].gradient].add_(parts_GE[0])
+        return
+    groups = run.groups
     if groups.learning is not None:
         parts_GE = parts_GE.index_select(0, groups.learning)
-    gradient_SE = run.slabs.gradient_SP[:, offset : offset + parts_GE.shape[1]]
     gradient_SE.index_add_(0, groups.gradients_L, parts_GE.to(gradient_SE.dtype))

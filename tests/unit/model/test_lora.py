@@ -393,7 +393,7 @@ def test_on_cuda_grouped_products_are_chosen_and_equal_the_loop() -> None:
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
     runs = lora.runs(0, len(x))
     assert max(len(run_.segments) for run_ in runs) >= 4
-    assert any(_is_grouped(lora, run_, x, OUT) for run_ in runs)
+    assert any(_is_grouped(lora, run_, x, [OUT]) for run_ in runs)
 
 
 def test_no_adapter_no_pass_and_nothing_recorded() -> None:
