@@ -445,8 +445,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, logsumexp, handle = ctx.saved_tensors
         scaling, window, softcap = ctx.rule
-        grads = torch.ops.descant.attention_backward if torch.compiler.is_compiling() else _backward_op
-        return (*grads(*grad_outputs, query, key, value, out, logsumexp, handle, scaling, window, softcap), *[None] * 4)
+        backward = torch.ops.descant.attention_backward if torch.compiler.is_compiling() else _backward_op
+        grads = backward(grad_outputs[0], query, key, value, out, logsumexp, handle, scaling, window, softcap)
+        return (*grads, None, None, None, None)
 
 
 def _forward_op(
@@ -478,9 +479,9 @@ def _backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     plan, rule = PASSES[handle], _Rule(scaling=scaling, window=window, softcap=softcap)
     num_tokens, num_padding = plan.num_tokens, len(query) - plan.num_tokens
-    own = tuple(x[:num_tokens] for x in (grad_out, query, key, value, out))
+    do, q, k, v, o = (x[:num_tokens] for x in (grad_out, query, key, value, out))
     backward = _varlen_backward if _has_varlen(rule, query, value) else _blocked_backward
-    grads = backward(plan, rule, *own, logsumexp[:, :num_tokens])
+    grads = backward(plan, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
     if num_padding:
         grads = tuple(F.pad(grad, (0, 0, 0, 0, 0, num_padding)) for grad in grads)
     dq, dk, dv = grads

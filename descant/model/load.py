@@ -225,7 +225,8 @@ def _compile(model: BaseModel) -> None:
         return
     for layer in layers:
         layer.compile(dynamic=True)
-    model.network.get_input_embeddings().register_forward_hook(ask_for_gradient)
+    embedding: nn.Module = model.network.get_input_embeddings()
+    embedding.register_forward_hook(ask_for_gradient)
     model.compiled = model.head.compiled = True
     model.warm_up()
 

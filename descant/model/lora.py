@@ -86,8 +86,8 @@ class _Run:
 class _GroupTensors:
     """What a grouped product needs, made on the host once a pass. ``offs_G`` int32, ``scale_T1`` float32.
 
-    One group's products are plain ones. ``step``: the work slots are ``first, first + step, …`` and a view of the slab serves; None: they are gathered.
-    ``learning``: indices of the groups that have a gradient slot, None for all.
+    One group's products are plain ones. ``step``: the work slots are ``first, first + step, …`` and a view of the slab
+    serves; None: they are gathered. ``learning``: indices of the groups that have a gradient slot, None for all.
     """
 
     offs_G: torch.Tensor

@@ -68,8 +68,8 @@ class KVPass:
 class Handles(Generic[Held]):
     """Numbers for what a compiled layer must not see.
 
-    A graph is made once and serves every pass: what differs from pass to pass (lengths, adapters, rows) would make a new
-    one. So it travels as a number in an int64 tensor [] on the host, which the graph's operators look up here.
+    A graph is made once and serves every pass: what differs from pass to pass (lengths, adapters, rows) would make
+    another. So it travels as a number in an int64 tensor [] on the host, which the graph's operators look up here.
     Objects are held weakly: whoever runs the pass keeps them until its backward is done.
     """
 
