@@ -31,7 +31,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
-from descant.model.passes import PAGE_TOKENS, PASSES, Pass
+from descant.model.passes import PAGE_TOKENS, PASSES, Pass, to_device
 
 NAME = "descant"
 
@@ -635,7 +635,7 @@ def _varlen_options(plan: Pass, rule: _Rule, device: torch.device) -> tuple[torc
     """Where sequences end int32 [B + 1], the longest, and what both kernels are told of the rule."""
     if "cu_seqlens" not in plan.cache:
         ends = torch.tensor((0, *plan.seq_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        plan.cache["cu_seqlens"] = ends.to(device, non_blocking=True)
+        plan.cache["cu_seqlens"] = to_device(ends, device)
     window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
     cu_seqlens = cast(torch.Tensor, plan.cache["cu_seqlens"])
     return cu_seqlens, max(plan.seq_lens), {"scale": rule.scaling, **window}

@@ -47,10 +47,8 @@ class BaseModel:
         kv_shapes: Mapping[int, tuple[int, int, int]],
         device: torch.device,
         dtype: torch.dtype,
-        compiled: bool = False,
     ):
-        """``decoder``: the network without its head. ``compiled``: its layers have been given to ``torch.compile``, and
-        passes without KV pages run so. ``kv_shapes``: layer → (key heads, size of a key, of a value)."""
+        """``decoder``: the network without its head. ``kv_shapes``: layer → (key heads, size of a key, of a value)."""
         self.facts = facts
         self.directory = directory
         self.network = network
@@ -61,7 +59,9 @@ class BaseModel:
         self.device = device
         self.dtype = dtype
         self.kv_shapes = tuple(kv_shapes[layer] for layer in sorted(kv_shapes))
-        self.compiled = compiled
+        self.compiled = False
+        """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
+        self._has_graphs = False
         self._decoder = decoder
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -88,7 +88,7 @@ class BaseModel:
         compiled = self.compiled and pass_.kv is None and lora is not None
         self.channel.current = lora
         try:
-            with nullcontext() if compiled or not self.compiled else torch.compiler.set_stance("force_eager"):
+            with nullcontext() if compiled or not self._has_graphs else torch.compiler.set_stance("force_eager"):
                 hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
         finally:
             self.channel.current = self.channel.given = None
@@ -97,10 +97,17 @@ class BaseModel:
             return held
         return hidden_TD
 
-    def warm_up(self) -> None:
-        """Makes the graphs of a pass with and without a backward, which then serve every pass, whatever its tokens,
-        lengths and adapters. A model that cannot be compiled runs as it is, and the log says so."""
+    def speed_up(self, layers: Sequence[nn.Module]) -> None:
+        """Compiles the head's elementwise work and each of ``layers``, and makes the graphs of a pass with and without
+        a backward. They serve every pass, whatever its tokens, lengths and adapters: T alone varies in them. What
+        cannot be compiled runs as it is, and the log says so."""
         start = time.monotonic()
+        for layer in layers:
+            layer.compile(dynamic=True)
+        if layers:
+            embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]
+            embedding.register_forward_hook(_ask_for_gradient)
+        self.head.compiled, self.compiled, self._has_graphs = True, len(layers) > 0, len(layers) > 0
         try:
             for grad in (True, False):
                 with torch.set_grad_enabled(grad):
@@ -149,7 +156,7 @@ class _Hold(torch.autograd.Function):
         return grad_outputs[0], None, None
 
 
-def ask_for_gradient(embedding: nn.Module, inputs: object, output: torch.Tensor) -> None:
+def _ask_for_gradient(embedding: nn.Module, inputs: object, output: torch.Tensor) -> None:
     """A forward hook: with it the first layer is like all others (frozen embeddings need no gradient), and one graph
     serves them all."""
     if torch.is_grad_enabled() and output.is_leaf:

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from descant.model.lora import LoraPass, lora_backward, lora_forward, lora_intermediates
+from descant.model.lora import (
+    LoraPass,
+    lora_backward,
+    lora_forward,
+    lora_intermediates,
+    lora_linear,
+    lora_linear_backward,
+)
 
 MIN_ROWS = 8
 
@@ -142,10 +149,15 @@ class Head:
         dlogprobs_C = dlogprobs_C1[:, 0].contiguous()
         _of_any_length(normaliser_C, dlogprobs_C)
         dy_CV = _dlogits(logits_CV, normaliser_C, targets_C, dlogprobs_C, self.logit_scale, self.softcap)
-        dh_CD = dhidden_TD[chunk]
-        torch.mm(dy_CV, self.weight_VD, out=dh_CD)
-        if lora is not None and self.site_index is not None:
-            lora_backward(hidden_CD, [dy_CV], saved, [self.site_index], lora, dx_TI=dh_CD, start=start)
+        if lora is None or self.site_index is None:
+            torch.mm(dy_CV, self.weight_VD, out=dhidden_TD[chunk])
+            return
+        site, width = [self.site_index], [self.vocab_size]
+        dh_CD = lora_linear_backward(
+            hidden_CD, dy_CV, self.weight_VD, saved, site, width, lora, start=start, want_dx=True
+        )
+        assert dh_CD is not None
+        dhidden_TD[chunk] = dh_CD
 
     def _logits(
         self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
@@ -162,6 +174,9 @@ class Head:
         self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """In the base's dtype, before scaling and soft cap."""
+        if lora is not None and self.site_index is not None and len(hidden_ND) >= MIN_ROWS:
+            site, width = [self.site_index], [self.vocab_size]
+            return lora_linear(hidden_ND, self.weight_VD, self.bias_V, site, width, lora, start=start)
         num_rows: int = len(hidden_ND)
         saved: list[torch.Tensor] = []
         padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import UserError
 from descant.model import attention, selfcheck
 from descant.model.bank import AdapterBank, LoraSite
-from descant.model.base import BaseModel, ask_for_gradient
+from descant.model.base import BaseModel
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, MultiLoraLinear
 from descant.types import ModelFacts
@@ -192,7 +192,7 @@ def load_model(
     longest sequence of a pass is served up to the length where it sets in, below which it is fixed.
 
     ``check`` False skips the comparison, not the refusals that need none.
-    ``compile``: decoder layers and head go through ``torch.compile`` for passes without KV pages (None: on CUDA in half
+    ``compile``: decoder layers go through ``torch.compile`` for passes without KV pages (None: on CUDA in half
     precision, but for models with experts, whose every pass is another graph). It takes some 20 s here, once."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or native_dtype(device)
@@ -205,30 +205,20 @@ def load_model(
         )
     except UserError as error:
         raise UserError(f"{architecture} cannot be served: {error.message}") from error
-    has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
-    if compile or (compile is None and device.type == "cuda" and dtype is not torch.float32 and not has_experts):
-        _compile(model)
+    if compile is None:
+        has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
+        compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
+    if compile or device.type == "cuda":
+        _join_linears(network)
+        model.speed_up(_layers(model) if compile else ())
     return model
 
 
-def _compile(model: BaseModel) -> None:
-    """Each decoder layer by itself; T is the only size that may vary."""
-    layers = next(
-        (
-            module
-            for module in model.network.modules()
-            if isinstance(module, nn.ModuleList) and len(module) == len(model.kv_shapes)
-        ),
-        None,
-    )
-    if layers is None:
-        return
-    for layer in layers:
-        layer.compile(dynamic=True)
-    embedding: nn.Module = model.network.get_input_embeddings()
-    embedding.register_forward_hook(ask_for_gradient)
-    model.compiled = model.head.compiled = True
-    model.warm_up()
+def _layers(model: BaseModel) -> Sequence[nn.Module]:
+    for module in model.network.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(model.kv_shapes):
+            return list(module)
+    return ()
 
 
 def _read(source: ModelSource) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -376,12 +366,15 @@ def _replace_linears(network: nn.Module, decoder: nn.Module, channel: LoraChanne
         site = LoraSite(name=name, group=group, in_features=in_features, out_features=out_features)
         network.set_submodule(name, MultiLoraLinear(module, len(sites), site, channel))
         sites.append(site)
-    for module in decoder.modules():
+    return sites
+
+
+def _join_linears(network: nn.Module) -> None:
+    for module in network.modules():
         for names in _TOGETHER:
             layers = [layer for name in names if isinstance(layer := getattr(module, name, None), MultiLoraLinear)]
-            if len({layer.site.in_features for layer in layers}) == 1:
+            if len(layers) > 1 and len({layer.site.in_features for layer in layers}) == 1:
                 MultiLoraLinear.join(layers)
-    return sites
 
 
 def _group(name: str) -> Literal["attn", "mlp"] | None:

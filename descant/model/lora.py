@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from descant.errors import ServerError
 from descant.model.bank import AdapterBank, Layout, LoraSite
-from descant.model.passes import Handles, Pass
+from descant.model.passes import Handles, Pass, to_device
 from descant.types import SCALE_NUMERATOR
 
 MAX_GROUPS = 1023
@@ -56,7 +56,6 @@ class _Slabs:
     work_SP: torch.Tensor
     gradient_SP: torch.Tensor
     layout: Layout
-    sites: tuple[LoraSite, ...]
 
 
 class _Run:
@@ -87,7 +86,8 @@ class _GroupTensors:
     """What a grouped product needs, made on the host once a pass. ``offs_G`` int32, ``scale_T1`` float32.
 
     One group's products are plain ones. ``step``: the work slots are ``first, first + step, …`` and a view of the slab
-    serves; None: they are gathered. ``learning``: indices of the groups that have a gradient slot, None for all.
+    serves; None: they are gathered. ``gradient_step`` likewise for the gradient slots, if every group has one.
+    ``learning``: indices of the groups that have a gradient slot, None for all.
     """
 
     offs_G: torch.Tensor
@@ -97,25 +97,35 @@ class _GroupTensors:
     step: int | None
     learning: torch.Tensor | None
     gradients_L: torch.Tensor
+    first_gradient: int
+    gradient_step: int | None
 
     @staticmethod
     def of(run: _Run) -> _GroupTensors:
         device, segments = run.slabs.work_SP.device, run.segments
         slots = [segment.work for segment in segments]
-        steps = {after - before for before, after in pairwise(slots)}
-        step = steps.pop() if len(steps) == 1 else None
+        gradients = [segment.gradient for segment in segments if segment.gradient is not None]
         learning = [index for index, segment in enumerate(segments) if segment.gradient is not None]
         counts = torch.tensor([segment.end - segment.start for segment in segments])
         scale_T = torch.repeat_interleave(torch.tensor([segment.scale for segment in segments]), counts)
         return _GroupTensors(
-            offs_G=counts.cumsum(0).to(device, torch.int32),
-            scale_T1=scale_T[:, None].to(device),
-            slots_G=torch.tensor(slots, device=device),
+            offs_G=to_device(counts.cumsum(0, dtype=torch.int32), device),
+            scale_T1=to_device(scale_T[:, None], device),
+            slots_G=to_device(torch.tensor(slots), device),
             first=slots[0],
-            step=step if step is not None and step > 0 else None,
-            learning=None if len(learning) == len(segments) else torch.tensor(learning, device=device),
-            gradients_L=torch.tensor([segments[index].gradient for index in learning], device=device),
+            step=_step(slots),
+            learning=None if len(learning) == len(segments) else to_device(torch.tensor(learning), device),
+            gradients_L=to_device(torch.tensor(gradients), device),
+            first_gradient=gradients[0] if gradients else 0,
+            gradient_step=_step(gradients) if len(gradients) == len(segments) else None,
         )
+
+
+def _step(slots: Sequence[int]) -> int | None:
+    """By which the slots go up, if it is always the same."""
+    steps = {after - before for before, after in pairwise(slots)} or {1}
+    step = steps.pop()
+    return step if not steps and step > 0 else None
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
@@ -168,7 +178,6 @@ class LoraPass:
                 work_SP=bank.work_slab(rank_class),
                 gradient_SP=bank.gradient_slab(rank_class),
                 layout=bank.layout(rank_class),
-                sites=bank.sites,
             )
             for rank_class in {segment.rank_class for segment in segments}
         }
@@ -200,9 +209,9 @@ class LoraPass:
     def trained(self, site_index: int) -> bool:
         return any(segment.trained[site_index] for segment in self.segments)
 
-    def whole(self, num_tokens: int) -> _Run | None:
-        """The run that is all of a stream of ``num_tokens``."""
-        runs = self.runs(0, num_tokens)
+    def whole(self, start: int, num_tokens: int) -> _Run | None:
+        """The run that is all of the stream's tokens ``start:start+num_tokens``."""
+        runs = self.runs(start, num_tokens)
         return runs[0] if len(runs) == 1 and (runs[0].start, runs[0].end) == (0, num_tokens) else None
 
     def keep(self, sites: list[int], saved: list[torch.Tensor]) -> None:
@@ -260,8 +269,9 @@ class LoraChannel:
 class MultiLoraLinear(nn.Module):
     """Stands where ``base`` (``nn.Linear``, or transformers' transposed ``Conv1D``) stood.
 
-    Layers that are called one after another on the same tensor (q, k, v; gate and up) are one product on the adapters'
-    narrow side: the first to be called computes for all of ``together``, the others find their outputs in the channel.
+    Layers that are called one after another on the same tensor (q, k, v; gate and up) can be joined: their weights then
+    lie one above the other and are one product, and so are the adapters' on the narrow side. The first to be called
+    computes for all, the others find their outputs in the channel.
     """
 
     def __init__(self, base: nn.Module, site_index: int, site: LoraSite, channel: LoraChannel):
@@ -275,8 +285,9 @@ class MultiLoraLinear(nn.Module):
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
         self._recorded = torch.zeros((), requires_grad=True)
-        self.position = 0
-        self._together: tuple[MultiLoraLinear, ...] = (self,)
+        self._position = 0
+        self._widths: list[int] = [site.out_features]
+        self._joint: tuple[torch.Tensor, torch.Tensor | None] | None = None
         # A number that differs from layer to layer would make a graph for each: the sites are a tensor's contents.
         self._sites = torch.tensor([site_index])
         if self.weight_OI.shape != (site.out_features, site.in_features):
@@ -287,11 +298,23 @@ class MultiLoraLinear(nn.Module):
 
     @staticmethod
     def join(layers: Sequence[MultiLoraLinear]) -> None:
-        """These are called on one tensor, in this order."""
+        """They are called on one tensor, in this order. Their weights become parts of one tensor; nothing is joined
+        where biases or kinds differ."""
+        bases = [layer.base for layer in layers]
+        if len({(type(base), base.bias is None) for base in bases}) > 1 or not isinstance(bases[0], nn.Linear):
+            return
+        weight_OI = torch.cat([base.weight.data for base in bases])
+        bias_O = None if bases[0].bias is None else torch.cat([base.bias.data for base in bases])
+        start = 0
         for position, layer in enumerate(layers):
-            layer.position = position
-            layer._together = tuple(layers)
+            end = start + layer.site.out_features
+            layer.base.weight.data = weight_OI[start:end]
+            if bias_O is not None:
+                layer.base.bias.data = bias_O[start:end]
+            layer._position, start = position, end
+            layer._widths = [each.site.out_features for each in layers]
             layer._sites = torch.tensor([each.site_index for each in layers])
+            layer._joint = (weight_OI, bias_O)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -311,82 +334,180 @@ class MultiLoraLinear(nn.Module):
         lora = self.channel.current
         if lora is None or not (torch.compiler.is_compiling() or lora.trained(self.site_index)):
             return self.base(x)
-        given = self.channel.given
-        if self.position > 0 and given is not None and given[0] is x:
-            y_TO = given[1][self.position]
-            if self.position == len(self._together) - 1:
-                self.channel.given = None
+        if self._joint is None:
+            y_TO = self._output(x, self.weight_OI, self.bias, lora)
         else:
-            ys = self._outputs(x.reshape(-1, self.site.in_features), lora)
-            y_TO = ys[self.position]
-            if self.position == 0 and len(ys) > 1:
-                self.channel.given = (x, ys)
+            given = self.channel.given
+            if self._position > 0 and given is not None and given[0] is x:
+                outputs = given[1]
+            else:
+                outputs = self._output(x, *self._joint, lora).split(self._widths, dim=1)
+            self.channel.given = (x, outputs) if self._position < len(self._widths) - 1 else None
+            y_TO = outputs[self._position]
         return y_TO.view(*x.shape[:-1], self.site.out_features)
 
-    def _outputs(self, x_TI: torch.Tensor, lora: LoraPass) -> tuple[torch.Tensor, ...]:
-        """Of all layers of ``together``."""
-        parts: list[torch.Tensor | None] = []
-        for layer in self._together:
-            parts += [layer.weight_OI, layer.bias]
-        if torch.is_grad_enabled():
-            outputs: tuple[torch.Tensor, ...] = _LoraLinears.apply(
-                x_TI, self._recorded, lora.handle, self._sites, *parts
-            )
-            return outputs
-        ys, _ = _linears(x_TI, lora.handle, self._sites, parts)
-        return tuple(ys)
+    def _output(
+        self, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, lora: LoraPass
+    ) -> torch.Tensor:
+        """Of all layers that are joined: [T, sum of widths]."""
+        x_TI = x.reshape(-1, self.site.in_features)
+        apply = _LoraLinear.apply if torch.is_grad_enabled() else _without_gradient
+        y_TO: torch.Tensor = apply(x_TI, self._recorded, weight_OI, bias_O, lora.handle, self._sites, self._widths)
+        return y_TO
 
 
-def _linears(
-    x_TI: torch.Tensor, handle: torch.Tensor, sites: torch.Tensor, parts: Sequence[torch.Tensor | None]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs, and what ``lora_backward`` wants to have kept (in a compiled layer the pass keeps it). ``parts``:
-    weight [O, I] and bias [O] or None of each site."""
-    ys = [F.linear(x_TI, weight, bias) for weight, bias in zip(parts[::2], parts[1::2])]  # type: ignore[arg-type]
-    if not torch.compiler.is_compiling():
-        return ys, lora_forward(x_TI, ys, sites.tolist(), LORA_PASSES[handle])
-    additions = torch.ops.descant.lora(x_TI, handle, sites, [y.shape[1] for y in ys])
-    return [y + addition for y, addition in zip(ys, additions)], []
+def _without_gradient(
+    x_TI: torch.Tensor,
+    recorded: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    forward = torch.ops.descant.lora_linear if torch.compiler.is_compiling() else _linear_op
+    y_TO: torch.Tensor = forward(x_TI, weight_OI, bias_O, handle, sites, widths)
+    return y_TO
 
 
-class _LoraLinears(torch.autograd.Function):
+class _LoraLinear(torch.autograd.Function):
+    """In a compiled layer its two halves are operators, which know the pass by its number."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x_TI: torch.Tensor,
         recorded: torch.Tensor,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
         handle: torch.Tensor,
         sites: torch.Tensor,
-        *parts: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        ys, saved = _linears(x_TI, handle, sites, parts)
-        ctx.save_for_backward(x_TI, handle, sites, *parts[::2], *saved)
-        ctx.num_sites = len(ys)
-        if not torch.compiler.is_compiling():
-            ctx.lora = LORA_PASSES[handle]
-        return tuple(ys)
+        widths: list[int],
+    ) -> torch.Tensor:
+        ctx.widths = widths
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(x_TI, weight_OI, handle, sites)
+            y_TO: torch.Tensor = torch.ops.descant.lora_linear(x_TI, weight_OI, bias_O, handle, sites, widths)
+            return y_TO
+        ctx.lora = LORA_PASSES[handle]
+        y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, sites.tolist(), widths, ctx.lora)
+        ctx.save_for_backward(x_TI, weight_OI, handle, sites, *saved)
+        return y_TO
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TI, handle, sites, *rest = ctx.saved_tensors
-        weights, saved = rest[: ctx.num_sites], rest[ctx.num_sites :]
-        dys = [dy.contiguous() for dy in grad_outputs]  # a sum's gradient comes with strides of 0
-        nothing = (None,) * (3 + 2 * ctx.num_sites)
+        x_TI, weight_OI, handle, sites, *saved = ctx.saved_tensors
+        dy_TO = grad_outputs[0].contiguous()  # a sum's gradient comes with strides of 0
+        dx_TI: torch.Tensor | None
         if torch.compiler.is_compiling():
-            dx_TI = torch.ops.descant.lora_backward(x_TI, dys, handle, sites)
-            for dy, weight in zip(dys, weights):
-                dx_TI = dx_TI + torch.mm(dy, weight)
-            return dx_TI, *nothing
-        dx_TI = None
-        if ctx.needs_input_grad[0]:
-            dx_TI = torch.mm(dys[0], weights[0])
-            for dy, weight in zip(dys[1:], weights[1:]):
-                dx_TI.addmm_(dy, weight)
-        lora_backward(x_TI, dys, saved, sites.tolist(), ctx.lora, dx_TI=dx_TI)
-        return dx_TI, *nothing
+            dx_TI = torch.ops.descant.lora_linear_backward(x_TI, dy_TO, weight_OI, handle, sites, ctx.widths)
+        else:
+            want_dx = ctx.needs_input_grad[0]
+            dx_TI = lora_linear_backward(
+                x_TI, dy_TO, weight_OI, saved, sites.tolist(), ctx.widths, ctx.lora, want_dx=want_dx
+            )
+        return dx_TI, None, None, None, None, None, None
 
 
-# ---- the adapters' part of layers that share an input, run by run
+def _linear_op(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    lora, indices = LORA_PASSES[handle], sites.tolist()
+    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora)
+    lora.keep(indices, saved)
+    return y_TO
+
+
+def _linear_backward_op(
+    x_TI: torch.Tensor,
+    dy_TO: torch.Tensor,
+    weight_OI: torch.Tensor,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    """dX. dA and dB are added to gradient rows, of which the graph knows nothing."""
+    lora, indices = LORA_PASSES[handle], sites.tolist()
+    dx_TI = lora_linear_backward(x_TI, dy_TO, weight_OI, lora.kept(indices), indices, widths, lora, want_dx=True)
+    assert dx_TI is not None
+    return dx_TI
+
+
+_LIBRARY = torch.library.Library("descant", "FRAGMENT")
+_LIBRARY.define(
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+)
+_LIBRARY.define(
+    "lora_linear_backward(Tensor x, Tensor dy, Tensor weight, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+)
+_LIBRARY.impl("lora_linear", _linear_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("lora_linear_backward", _linear_backward_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("descant::lora_linear", lib=_LIBRARY)
+def _linear_shape(x_TI: torch.Tensor, weight_OI: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
+
+
+@torch.library.register_fake("descant::lora_linear_backward", lib=_LIBRARY)
+def _linear_backward_shape(x_TI: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape)
+
+
+# ---- base and adapters together
+
+
+def lora_linear(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    sites: Sequence[int],
+    widths: Sequence[int],
+    lora: LoraPass,
+    *,
+    start: int = 0,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """[T, sum of widths] for the stream's tokens ``start:start+T``, and what the backward needs. Where one grouped
+    product covers all tokens it comes first, and the base's is added to it where it lies: one pass over y less."""
+    run = lora.whole(start, len(x_TI))
+    if run is None or not run.trained(sites) or not _is_grouped(lora, run, x_TI, widths):
+        y_TO = F.linear(x_TI, weight_OI, bias_O)
+        return y_TO, lora_forward(x_TI, y_TO.split(list(widths), dim=1), sites, lora, start=start)
+    h_TR = _grouped_shrink(x_TI, sites, run)
+    y_TO = _grouped_additions(h_TR, sites, widths, run, bias_O)
+    return y_TO.addmm_(x_TI, weight_OI.t()), [h_TR]
+
+
+def lora_linear_backward(
+    x_TI: torch.Tensor,
+    dy_TO: torch.Tensor,
+    weight_OI: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    sites: Sequence[int],
+    widths: Sequence[int],
+    lora: LoraPass,
+    *,
+    start: int = 0,
+    want_dx: bool,
+) -> torch.Tensor | None:
+    """dX, where it is wanted; dA and dB go to the gradient rows."""
+    run = lora.whole(start, len(x_TI))
+    if run is None or not run.trained(sites) or not _is_grouped(lora, run, x_TI, widths):
+        dx_TI = torch.mm(dy_TO, weight_OI) if want_dx else None
+        lora_backward(x_TI, dy_TO.split(list(widths), dim=1), saved, sites, lora, dx_TI=dx_TI, start=start)
+        return dx_TI
+    dh_TR = _grouped_backward(x_TI, dy_TO, saved[0], sites, widths, run)
+    if not want_dx:
+        return None
+    return _times(run, dh_TR, _all_a(run, sites, x_TI.shape[1]).transpose(1, 2)).addmm_(dy_TO, weight_OI)
+
+
+# ---- the adapters' part alone, run by run
 
 
 def lora_forward(
@@ -394,15 +515,16 @@ def lora_forward(
 ) -> list[torch.Tensor]:
     """Adds the adapters' part to each ``y`` [T, out] in place, for the stream's tokens ``start:start+T``; returns what
     ``lora_backward`` needs (the rank-wide intermediates)."""
-    saved = lora_intermediates(x_TI, [y.shape[1] for y in ys], sites, lora, start=start)
+    widths = [y.shape[1] for y in ys]
+    saved = lora_intermediates(x_TI, widths, sites, lora, start=start)
     intermediates = iter(saved)
     for run in lora.runs(start, len(x_TI)):
         if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, [y.shape[1] for y in ys]):
-            h_TR = next(intermediates)
-            for index, y_TO in enumerate(ys):
-                _grouped_expand(h_TR, y_TO, index, sites[index], run)
+        if _is_grouped(lora, run, x_TI, widths):
+            additions_TO = _grouped_additions(next(intermediates), sites, widths, run)
+            for y_TO, addition_TO in zip(ys, additions_TO.split(widths, dim=1)):
+                y_TO[run.start : run.end].add_(addition_TO)
             continue
         for site, y_TO in zip(sites, ys):
             for segment in run.segments:
@@ -440,67 +562,21 @@ def lora_backward(
 ) -> None:
     """Adds the adapters' part of dX to ``dx_TI`` (None: not wanted), and dA, dB to the segments' gradient rows."""
     intermediates = iter(saved)
+    widths = [dy.shape[1] for dy in dys]
     for run in lora.runs(start, len(x_TI)):
         if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, [dy.shape[1] for dy in dys]):
-            dh_TR = _grouped_backward(x_TI, dys, next(intermediates), sites, run)
+        if _is_grouped(lora, run, x_TI, widths):
+            tokens = slice(run.start, run.end)
+            dy_TO = dys[0][tokens] if len(dys) == 1 else torch.cat([dy[tokens] for dy in dys], dim=1)
+            dh_TR = _grouped_backward(x_TI[tokens], dy_TO, next(intermediates), sites, widths, run)
             if dx_TI is not None:
-                _grouped_dx(dh_TR, dx_TI, sites, run)
+                dx_TI[tokens].add_(_times(run, dh_TR, _all_a(run, sites, x_TI.shape[1]).transpose(1, 2)))
             continue
         for site, dy_TO in zip(sites, dys):
             for segment in run.segments:
                 if segment.trained[site]:
                     _segment_backward(x_TI, dy_TO, next(intermediates), site, run.slabs, segment, dx_TI)
-
-
-# ---- the same as operators of a compiled layer: what they return is added there, where a neighbour reads it anyway
-
-
-def _lora_op(x_TI: torch.Tensor, handle: torch.Tensor, sites: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-    """The adapters' part of each output, to be added to the base's."""
-    lora, indices = LORA_PASSES[handle], sites.tolist()
-    run = lora.whole(len(x_TI))
-    if run is not None and run.trained(indices) and _is_grouped(lora, run, x_TI, widths):
-        h_TR = _grouped_shrink(x_TI, indices, run)
-        lora.keep(indices, [h_TR])
-        return [_grouped_addition(h_TR, width, i, site, run) for i, (site, width) in enumerate(zip(indices, widths))]
-    ys = [x_TI.new_zeros(len(x_TI), width) for width in widths]
-    lora.keep(indices, lora_forward(x_TI, ys, indices, lora))
-    return ys
-
-
-def _lora_backward_op(
-    x_TI: torch.Tensor, dys: list[torch.Tensor], handle: torch.Tensor, sites: torch.Tensor
-) -> torch.Tensor:
-    """The adapters' part of dX. dA and dB are added to gradient rows, of which the graph knows nothing."""
-    lora, indices = LORA_PASSES[handle], sites.tolist()
-    saved = lora.kept(indices)
-    run = lora.whole(len(x_TI))
-    if run is not None and run.trained(indices) and _is_grouped(lora, run, x_TI, [dy.shape[1] for dy in dys]):
-        return _grouped_dx(_grouped_backward(x_TI, dys, saved[0], indices, run), None, indices, run)
-    dx_TI = torch.zeros_like(x_TI)
-    lora_backward(x_TI, dys, saved, indices, lora, dx_TI=dx_TI)
-    return dx_TI
-
-
-_LIBRARY = torch.library.Library("descant", "FRAGMENT")
-_LIBRARY.define("lora(Tensor x, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor[]")
-_LIBRARY.define("lora_backward(Tensor x, Tensor[] dys, Tensor handle, Tensor sites) -> Tensor")
-_LIBRARY.impl("lora", _lora_op, "CompositeExplicitAutograd")
-_LIBRARY.impl("lora_backward", _lora_backward_op, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("descant::lora", lib=_LIBRARY)
-def _lora_shapes(
-    x_TI: torch.Tensor, handle: torch.Tensor, sites: torch.Tensor, widths: list[int]
-) -> list[torch.Tensor]:
-    return [x_TI.new_empty(x_TI.shape[0], width) for width in widths]
-
-
-@torch.library.register_fake("descant::lora_backward", lib=_LIBRARY)
-def _lora_backward_shapes(x_TI: torch.Tensor, *rest: object) -> torch.Tensor:
-    return x_TI.new_empty(x_TI.shape)
 
 
 def _is_grouped(lora: LoraPass, run: _Run, x_TI: torch.Tensor, widths: Sequence[int]) -> bool:
@@ -566,10 +642,13 @@ def _segment_backward(
 
 def _stacked(run: _Run, offset: int, rows: int, columns: int) -> torch.Tensor:
     """[G, rows, columns] of the run's adapters: a view of the slab where their slots are evenly spaced."""
-    slab_SP, groups = run.slabs.work_SP, run.groups
+    slab_SP, num_groups = run.slabs.work_SP, len(run.segments)
     row = slab_SP.shape[1]
+    if num_groups == 1:
+        return slab_SP.as_strided((1, rows, columns), (row, columns, 1), run.segments[0].work * row + offset)
+    groups = run.groups
     if groups.step is not None:
-        shape, strides = (len(run.segments), rows, columns), (groups.step * row, columns, 1)
+        shape, strides = (num_groups, rows, columns), (groups.step * row, columns, 1)
         return slab_SP.as_strided(shape, strides, groups.first * row + offset)
     parts_SE = slab_SP[:, offset : offset + rows * columns]
     return parts_SE.index_select(0, groups.slots_G).view(-1, rows, columns)
@@ -599,14 +678,19 @@ def _all_a(run: _Run, sites: Sequence[int], in_features: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _b(run: _Run, site: int, out_features: int) -> torch.Tensor:
-    """[G, out, R]"""
-    return _stacked(run, run.slabs.layout.b_offset[site], out_features, run.slabs.layout.rank_class)
-
-
-def _own_ranks(h_TR: torch.Tensor, index: int, run: _Run) -> torch.Tensor:
-    rank_class = run.slabs.layout.rank_class
-    return h_TR[:, index * rank_class : (index + 1) * rank_class]
+def _all_b(run: _Run, sites: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
+    """[G, sum of widths, sites · R]: the B's of all sites along the diagonal. The zeros beside them cost arithmetic
+    that a product so narrow has to spare; a product for each site would cost another pass over y."""
+    layout, rank_class = run.slabs.layout, run.slabs.layout.rank_class
+    parts = [_stacked(run, layout.b_offset[site], width, rank_class) for site, width in zip(sites, widths)]
+    if len(parts) == 1:
+        return parts[0]
+    all_GOR = parts[0].new_zeros(len(run.segments), sum(widths), len(sites) * rank_class)
+    start = 0
+    for index, (part_GOR, width) in enumerate(zip(parts, widths)):
+        all_GOR[:, start : start + width, index * rank_class : (index + 1) * rank_class] = part_GOR
+        start += width
+    return all_GOR
 
 
 def _scaled(h_TR: torch.Tensor, run: _Run) -> torch.Tensor:
@@ -618,51 +702,51 @@ def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], run: _Run) -> torc
     return _scaled(_times(run, x_TI[run.start : run.end], _all_a(run, sites, x_TI.shape[1])), run)
 
 
-def _grouped_addition(h_TR: torch.Tensor, out_features: int, index: int, site: int, run: _Run) -> torch.Tensor:
-    return _times(run, _own_ranks(h_TR, index, run), _b(run, site, out_features))
-
-
-def _grouped_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, index: int, site: int, run: _Run) -> None:
-    y_TO = y_TO[run.start : run.end]
-    if len(run.segments) == 1:
-        y_TO.addmm_(_own_ranks(h_TR, index, run), _b(run, site, y_TO.shape[1])[0].t())
-    else:
-        y_TO.add_(_grouped_addition(h_TR, y_TO.shape[1], index, site, run))
+def _grouped_additions(
+    h_TR: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[run's tokens, sum of widths]"""
+    additions_TO = _times(run, h_TR, _all_b(run, sites, widths))
+    return additions_TO if bias_O is None else additions_TO.add_(bias_O)
 
 
 def _grouped_backward(
-    x_TI: torch.Tensor, dys: Sequence[torch.Tensor], h_TR: torch.Tensor, sites: Sequence[int], run: _Run
+    x_TI: torch.Tensor,
+    dy_TO: torch.Tensor,
+    h_TR: torch.Tensor,
+    sites: Sequence[int],
+    widths: Sequence[int],
+    run: _Run,
 ) -> torch.Tensor:
-    """dA and dB into the gradient rows; returns the scaled dh [run's tokens, sites · R]."""
-    layout, tokens = run.slabs.layout, slice(run.start, run.end)
-    dhs = [_times(run, dy[tokens], _b(run, site, dy.shape[1]).transpose(1, 2)) for site, dy in zip(sites, dys)]
-    dh_TR = _scaled(dhs[0] if len(dhs) == 1 else torch.cat(dhs, dim=1), run)
+    """dA and dB of the run's tokens into the gradient rows; returns the scaled dh [run's tokens, sites · R]."""
+    dh_TR = _scaled(_times(run, dy_TO, _all_b(run, sites, widths).transpose(1, 2)), run)
     if run.learns:
-        da_GRI = _outer(run, dh_TR, x_TI[tokens])
-        for index, (site, dy) in enumerate(zip(sites, dys)):
-            own = slice(index * layout.rank_class, (index + 1) * layout.rank_class)
+        layout, rank_class = run.slabs.layout, run.slabs.layout.rank_class
+        da_GRI, db_GOR = _outer(run, dh_TR, x_TI), _outer(run, dy_TO, h_TR)
+        start = 0
+        for index, (site, width) in enumerate(zip(sites, widths)):
+            own = slice(index * rank_class, (index + 1) * rank_class)
             _add_to_rows(run, layout.a_offset[site], da_GRI[:, own])
-            _add_to_rows(run, layout.b_offset[site], _outer(run, dy[tokens], _own_ranks(h_TR, index, run)))
+            _add_to_rows(run, layout.b_offset[site], db_GOR[:, start : start + width, own])
+            start += width
     return dh_TR
 
 
-def _grouped_dx(dh_TR: torch.Tensor, dx_TI: torch.Tensor | None, sites: Sequence[int], run: _Run) -> torch.Tensor:
-    """The adapters' part of dX, added to ``dx_TI`` where one is given."""
-    in_features = run.slabs.sites[sites[0]].in_features
-    a_GIR = _all_a(run, sites, in_features).transpose(1, 2)
-    if dx_TI is None:
-        return _times(run, dh_TR, a_GIR)
-    dx_TI = dx_TI[run.start : run.end]
-    return dx_TI.addmm_(dh_TR, a_GIR[0].t()) if len(run.segments) == 1 else dx_TI.add_(_times(run, dh_TR, a_GIR))
-
-
 def _add_to_rows(run: _Run, offset: int, parts_GMN: torch.Tensor) -> None:
-    parts_GE = parts_GMN.flatten(1)
-    gradient_SE = run.slabs.gradient_SP[:, offset : offset + parts_GE.shape[1]]
+    _, rows, columns = parts_GMN.shape
+    slab_SP = run.slabs.gradient_SP
+    row = slab_SP.shape[1]
     if len(run.segments) == 1:
-        gradient_SE[run.segments[0].gradient].add_(parts_GE[0])
+        (segment,) = run.segments
+        assert segment.gradient is not None
+        slab_SP.as_strided((rows, columns), (columns, 1), segment.gradient * row + offset).add_(parts_GMN[0])
         return
     groups = run.groups
+    if groups.gradient_step is not None:
+        shape, strides = (len(parts_GMN), rows, columns), (groups.gradient_step * row, columns, 1)
+        slab_SP.as_strided(shape, strides, groups.first_gradient * row + offset).add_(parts_GMN)
+        return
     if groups.learning is not None:
-        parts_GE = parts_GE.index_select(0, groups.learning)
-    gradient_SE.index_add_(0, groups.gradients_L, parts_GE.to(gradient_SE.dtype))
+        parts_GMN = parts_GMN.index_select(0, groups.learning)
+    gradient_SMN = slab_SP.as_strided((len(slab_SP), rows, columns), (row, columns, 1), offset)
+    gradient_SMN.index_add_(0, groups.gradients_L, parts_GMN.to(slab_SP.dtype))

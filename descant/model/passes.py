@@ -109,3 +109,10 @@ class Pass:
 
 
 PASSES: Handles[Pass] = Handles()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device (a copy from memory that is not pinned waits for all work before it)."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
