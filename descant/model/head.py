@@ -102,7 +102,7 @@ class Head:
             for start in range(0, len(hidden_TD), chunk_tokens):
                 chunk = slice(start, min(start + chunk_tokens, len(hidden_TD)))
                 targets_CK = targets_TK[chunk]
-                if self.compiled and targets_TK.shape[1] == 1:
+                if self.compiled and targets_TK.shape[1] == 1 and chunk.stop - chunk.start >= MIN_ROWS:
                     self._fused_chunk(chunk, hidden_TD, targets_TK, lora, loss, logprobs_TK, dhidden_TD)
                     continue
                 logits_CV, saved = self._logits(hidden_TD[chunk], lora, start)
