@@ -55,7 +55,7 @@ def run_demo(model: str) -> int:
     with tempfile.TemporaryDirectory(prefix="descant-demo-") as directory:
         console.print(f"Starting a server for [bold]{model}[/bold] (the first time, the model is converted once) …")
         with _server(model, Path(directory)) as server:
-            console.print(f"Descant serves {server.model} at {server.url}. Two clients train on it at the same time:")
+            console.print(f"Descant serves {server.model} at {server.url}. Two clients train on it now:")
             habit, sums = _train_both(console, server, habit_example, sums_example)
     console.print(_results(habit_example.QUESTION, habit, sums))
     missing = _missing(habit_example.HABIT, habit, sums)
@@ -174,9 +174,9 @@ def _train_both(console: Console, server: RunningServer, habit: ModuleType, sums
 def _run(server: RunningServer, name: str, example: ModuleType, show: Any) -> Any:
     import tinker
 
-    service_client = tinker.ServiceClient(base_url=server.url, api_key=f"tml-demo-{name}")
-    base_model = service_client.get_server_capabilities().supported_models[0].model_name
-    return example.run(service_client, base_model=base_model, progress=show)
+    account: Any = {"base_url": server.url, "api_key": f"tml-demo-{name}"}
+    base_model = tinker.RestClient(**account).get_server_capabilities().result().supported_models[0].model_name
+    return example.run(tinker.ServiceClient(**account), base_model=base_model, progress=show)
 
 
 def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
@@ -199,7 +199,7 @@ def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
 def _results(question: str, habit: Any, sums: Any) -> Table:
     table = Table(show_header=True, header_style="bold", title_justify="left")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     table.add_column("before")
     table.add_column("after")
     table.add_row(f"alice: {question}", habit.before, habit.after)

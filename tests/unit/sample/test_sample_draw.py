@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from descant.sample.chance import stream_seed, uniform
-from descant.sample.draw import RowParams, draw, score
+from descant.sample.draw import RowParams, draw, normaliser, score
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.0, -2.0, -3.0, -6.0, -torch.inf])
@@ -136,6 +136,18 @@ def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
         token, logprob = draw(logits[i : i + 1], rows[i : i + 1])
         assert token.item() == tokens[i].item()
         assert logprob.item() == logprobs[i].item()
+
+
+def test_a_long_rows_sum_has_the_same_bits_alone_and_among_others() -> None:
+    logits = torch.randn(32, 200_000, generator=torch.Generator().manual_seed(6)) * 4
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = normaliser(logits)
+        for i in range(32):
+            assert torch.equal(normaliser(logits[i : i + 1]), together[i : i + 1])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_row_that_is_not_finite_says_so_and_harms_no_other() -> None:

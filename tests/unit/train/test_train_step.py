@@ -235,6 +235,48 @@ def test_not_finite_fails_alone_and_its_neighbours_keep_every_bit(studio: Studio
         studio.step("m1")
 
 
+def test_the_head_is_handed_finite_numbers_and_zeros_where_nothing_is_trained(
+    studio: Studio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model_id in "ab":
+        studio.create(model_id)
+    handed: list[torch.Tensor] = []
+    logprobs = studio.model.head.logprobs
+
+    def watched(hidden: Any, targets: Any, lora: Any, loss: Any) -> Any:
+        return logprobs(hidden, targets, lora, loss=lambda *chunk: handed.append(loss(*chunk)) or handed[-1])
+
+    monkeypatch.setattr(studio.model.head, "logprobs", watched)
+    studio.try_run(
+        studio.command("a", rl_datum(5, **OVERFLOW), loss_fn="importance_sampling"),
+        studio.command("a", datum(4), forward_only=True),
+        studio.command("b", datum(3)),
+    )
+    [dlogprobs] = handed
+    assert dlogprobs[:9].count_nonzero() == 0
+    assert dlogprobs[9:].tolist() == [[-1.0]] * 3
+
+
+def test_a_gradient_beyond_float32_fails_though_every_loss_is_finite(studio: Studio) -> None:
+    studio.create("a")
+    with pytest.raises(UserError, match=r"^the gradient is not finite, expected finite numbers"):
+        studio.run(studio.command("a", datum(40, weights=np.full(40, 2e37))))
+    assert studio.gradient("a").count_nonzero() == 0
+    with pytest.raises(UserError):
+        studio.step("a")
+
+    # a pending gradient at the edge of float32 stays as it is when another would push it over
+    studio.run(studio.command("a", datum(8)))
+    row = studio.bank.gradient("a")
+    row.mul_(torch.finfo(torch.float32).max / row.abs().max())
+    pending = studio.gradient("a")
+    with pytest.raises(UserError, match=r"^the sum of this gradient and those before it is not finite"):
+        studio.run(studio.command("a", datum(8, weights=[1e34] * 8)))
+    assert torch.equal(studio.gradient("a"), pending)
+    assert pending.isfinite().all()
+    assert_no_scratch_left(studio)
+
+
 def fail_in_check(studio: Studio) -> None:
     with pytest.raises(UserError, match=r"^data\[1\]\.loss_fn_inputs\['weights'\] has shape \(3,\), expected \(2,\)$"):
         studio.learner.open(studio.command("a", datum(2), datum(2, weights=[1, 1, 1])))
@@ -272,7 +314,9 @@ def test_a_step_is_all_or_nothing(studio: Studio, fail: Callable[[Studio], None]
     before = studio.state("a")
     if others in ("before", "both"):
         studio.run(studio.command("a", datum(3)))
+    gradient = studio.gradient("a")
     fail(studio)
+    assert torch.equal(studio.gradient("a"), gradient)
     if others in ("after", "both"):
         studio.run(studio.command("a", datum(3)))
     with pytest.raises(UserError, match=r"^optim_step changed nothing .*: forward_backward with seq_id \d+ "):
@@ -398,6 +442,8 @@ def test_a_huge_learning_rate_poisons_nobody(studio: Studio) -> None:
         assert studio.step("mild", AdamParams(learning_rate=0.0))["grad_norm:mean"] > 0
         with pytest.raises(UserError):
             studio.step("wild", AdamParams(learning_rate=1e30))
+    with pytest.raises(UserError, match=r"data\[0\] has a loss that is not finite .* of log-probability nan"):
+        studio.run(studio.command("wild", datum(6, 3, weights=np.zeros(6)), forward_only=True))
     with pytest.raises(UserError, match="would make a weight or a moment not finite"):
         studio.step("wild", AdamParams(learning_rate=1e38, weight_decay=1e30))
     assert studio.bank.weights("wild").isfinite().all()
