@@ -163,9 +163,14 @@ def main() -> None:
         for count in options.tenants:
             many = Tenants(model, count, tokens=options.tokens, length=options.length, ranks=[options.rank])
             rows += measure(one, many, options, mode, rate)
-            if options.profile:
-                profile(one.packed, options.profile / f"{options.shape}-{mode}-1.txt")
-                profile(many.packed, options.profile / f"{options.shape}-{mode}-{count}.txt")
+            many.delete()
+    # Last: once the profiler has run, every launch of this process is slower.
+    for mode in options.modes if options.profile else ():
+        set_mode(model, mode)
+        profile(one.packed, options.profile / f"{options.shape}-{mode}-1.txt")
+        for count in options.tenants:
+            many = Tenants(model, count, tokens=options.tokens, length=options.length, ranks=[options.rank])
+            profile(many.packed, options.profile / f"{options.shape}-{mode}-{count}.txt")
             many.delete()
     if options.json:
         options.json.write_text(

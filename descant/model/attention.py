@@ -11,7 +11,9 @@ What holds it together: a row's maximum is exact in any order; a block's product
 order of the sequence; and a block that a row does not see adds exactly 0 to it, so it does not matter that a batch
 neighbour made it part of the product. The backward pass owes nobody equal bits and uses PyTorch's own kernel.
 
-On CUDA, training and scoring in half precision go through ``varlen_attn``; the pages always through the blocks.
+On CUDA, training and scoring in half precision go through PyTorch's packed flash kernels; the pages always through the
+blocks. In a compiled layer attention is an operator that knows its pass by a number (``Handles``): whatever else the
+graph saw of the pass would make another graph for the next.
 
 Legend: T tokens of the pass, S sequences of a tile, R query rows of a tile, N keys of a tile (a multiple of
 ``PAGE_TOKENS``), H query heads, K key heads, G = H / K, D head size.

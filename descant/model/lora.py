@@ -1,11 +1,14 @@
-"""A frozen linear layer with many adapters: base product, then each segment's low-rank addition in place.
+"""A frozen linear layer with many adapters: the base's product and each segment's low-rank one, in one tensor.
 
 ``y[s] = x[s] Wᵀ + (32 / r_s) · (x[s] A_sᵀ) B_sᵀ`` for every segment s of the pass. The hand-written autograd function
-saves x and the rank-wide intermediate only, and adds dA and dB straight into the segment's fp32 gradient row.
+saves x and the rank-wide intermediate only, and adds dA and dB straight into the segment's fp32 gradient row. In a
+compiled layer it is an operator that knows its pass by a number (``Handles``) and its sites by a tensor, so that one
+graph serves all layers and all passes; the intermediates stay with the pass then.
 
 ``_is_grouped`` chooses, in one place, how the segments' products are computed: a loop of plain products over views of
 the slab, or one grouped product over all adapters of a run. The loop is as fast on CPU up to some 16 segments (measured
-in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment.
+in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and is for what the grouped
+product does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
 In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried from 1 to 300 rows, 1

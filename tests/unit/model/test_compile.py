@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch._dynamo.utils import counters
 
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
-from descant.model.passes import Pass, Segment
+from descant.model.passes import KVPass, Pass, Segment
 from descant.testing.studio import Studio, datum, some_commands
 from descant.testing.tiny import tiny_model
 
@@ -92,8 +93,20 @@ def test_no_pass_makes_another_graph(load: Callable[..., BaseModel]) -> None:
     studio.create("e", 8, seed=9)
     studio.run(studio.command("e", datum(17, 1)), studio.command("c", datum(16, 1)))
     studio.bank.delete("e")
+    run_over_pages(studio.model)
     assert counters["stats"]["unique_graphs"] == before
     assert not counters["recompile_limit"]
+
+
+def run_over_pages(model: BaseModel) -> None:
+    """As the sampler does, with an adapter and without."""
+    positions = torch.arange(20)
+    segment = Segment(start=0, end=20, row=model.bank.row("c"))
+    for segments in ((), (segment,)):
+        kv = KVPass(pool=model.make_kv_pool(1), page_table=torch.tensor([[0]]), context_lens=(0,))
+        with torch.no_grad():
+            model.trunk(positions + 3, positions, Pass(seq_lens=(20,), segments=segments, kv=kv))
+            model.trunk(positions + 3, positions, Pass(seq_lens=(20,)))
 
 
 def test_what_a_pass_needs_lives_as_long_as_its_graph(load: Callable[..., BaseModel]) -> None:
@@ -106,3 +119,19 @@ def test_what_a_pass_needs_lives_as_long_as_its_graph(load: Callable[..., BaseMo
     hidden = model.trunk(positions + 3, positions, Pass(seq_lens=(20,), segments=(segment,)))[0]
     hidden.backward(torch.ones_like(hidden))
     assert studio.gradient("b").norm() > 0
+
+
+def test_without_a_compiler_it_runs_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = ModelSource(name="llama", directory=tiny_model("llama", tmp_path / "llama"))
+    torch._dynamo.reset()
+    no_compiler = {"cpp.cxx": ("no-such-compiler",), "fx_graph_cache": False}
+    with torch._inductor.config.patch(no_compiler), caplog.at_level("WARNING", logger="descant.model.base"):
+        model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, compile=True)
+        assert "llama runs without torch.compile" in caplog.text
+        assert not model.compiled
+        studio = fresh(model)
+        studio.run(*some_commands(studio, ["a", "b"]))
+    plain = fresh(load_model(source, device=torch.device("cpu"), dtype=torch.float32))
+    plain.run(*some_commands(plain, ["a", "b"]))
+    for name in ("a", "b"):
+        assert relative(studio.gradient(name), plain.gradient(name)) <= 1e-6
