@@ -7,8 +7,8 @@ graph serves all layers and all passes; the intermediates stay with the pass the
 
 ``_is_grouped`` chooses, in one place, how the segments' products are computed: a loop of plain products over views of
 the slab, or one grouped product over all adapters of a run. The loop is as fast on CPU up to some 16 segments (measured
-in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and is for what the grouped
-product does not take.
+in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and
+is for what the grouped product does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
 In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried from 1 to 300 rows, 1
