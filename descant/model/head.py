@@ -17,7 +17,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from descant.model.lora import LoraPass, lora_backward, lora_forward, lora_intermediates
+from descant.model.lora import (
+    LoraPass,
+    lora_backward,
+    lora_forward,
+    lora_intermediates,
+    lora_linear,
+    lora_linear_backward,
+)
 
 MIN_ROWS = 8
 
@@ -59,6 +66,8 @@ class Head:
         self.softcap = softcap
         self.logit_scale = logit_scale
         self.vocab_size = len(weight)
+        self.compiled = False
+        """One target a position: the chunk's elementwise work is fused, and no float32 logits are written."""
 
     def logits(self, hidden_ND: torch.Tensor, lora: LoraPass | None, *, start: int = 0) -> torch.Tensor:
         """float32 [N, V] of the stream's tokens ``start:start+N`` (``start`` finds their adapters)."""
@@ -93,6 +102,9 @@ class Head:
             for start in range(0, len(hidden_TD), chunk_tokens):
                 chunk = slice(start, min(start + chunk_tokens, len(hidden_TD)))
                 targets_CK = targets_TK[chunk]
+                if self.compiled and targets_TK.shape[1] == 1 and chunk.stop - chunk.start >= MIN_ROWS:
+                    self._fused_chunk(chunk, hidden_TD, targets_TK, lora, loss, logprobs_TK, dhidden_TD)
+                    continue
                 logits_CV, saved = self._logits(hidden_TD[chunk], lora, start)
                 normaliser_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
                 logprobs_TK[chunk] = logits_CV.gather(1, targets_CK) - normaliser_C1
@@ -115,19 +127,62 @@ class Head:
                 )
         return HeadOutput(logprobs_TK=logprobs_TK, dhidden_TD=dhidden_TD)
 
+    def _fused_chunk(
+        self,
+        chunk: slice,
+        hidden_TD: torch.Tensor,
+        targets_T1: torch.Tensor,
+        lora: LoraPass | None,
+        loss: ChunkLoss | None,
+        logprobs_T1: torch.Tensor,
+        dhidden_TD: torch.Tensor | None,
+    ) -> None:
+        """What ``logprobs`` does with a chunk, with logits and dLogits in the base's dtype."""
+        hidden_CD, targets_C, start = hidden_TD[chunk], targets_T1[chunk, 0], chunk.start
+        logits_CV, saved = self._raw_logits(hidden_CD, lora, start)
+        _of_any_length(logits_CV, targets_C)
+        logprobs_C, normaliser_C = _target_logprobs(logits_CV, targets_C, self.logit_scale, self.softcap)
+        logprobs_T1[chunk, 0] = logprobs_C
+        dlogprobs_C1 = None if loss is None else loss(chunk, logprobs_T1[chunk])
+        if dlogprobs_C1 is None or dhidden_TD is None:
+            return
+        dlogprobs_C = dlogprobs_C1[:, 0].contiguous()
+        _of_any_length(normaliser_C, dlogprobs_C)
+        dy_CV = _dlogits(logits_CV, normaliser_C, targets_C, dlogprobs_C, self.logit_scale, self.softcap)
+        if lora is None or self.site_index is None:
+            torch.mm(dy_CV, self.weight_VD, out=dhidden_TD[chunk])
+            return
+        site, width = [self.site_index], [self.vocab_size]
+        dh_CD = lora_linear_backward(
+            hidden_CD, dy_CV, self.weight_VD, saved, site, width, lora, start=start, want_dx=True
+        )
+        assert dh_CD is not None
+        dhidden_TD[chunk] = dh_CD
+
     def _logits(
         self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        num_rows, saved = len(hidden_ND), []
-        padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
-        logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
-        if lora is not None and self.site_index is not None:
-            saved = lora_forward(hidden_ND, logits_NV, self.site_index, lora, start=start)
+        logits_NV, saved = self._raw_logits(hidden_ND, lora, start)
         logits_NV = logits_NV.float()
         if self.logit_scale != 1.0:
             logits_NV.mul_(self.logit_scale)
         if self.softcap is not None:
             logits_NV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_NV, saved
+
+    def _raw_logits(
+        self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """In the base's dtype, before scaling and soft cap."""
+        if lora is not None and self.site_index is not None and len(hidden_ND) >= MIN_ROWS:
+            site, width = [self.site_index], [self.vocab_size]
+            return lora_linear(hidden_ND, self.weight_VD, self.bias_V, site, width, lora, start=start)
+        num_rows: int = len(hidden_ND)
+        saved: list[torch.Tensor] = []
+        padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
+        logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
+        if lora is not None and self.site_index is not None:
+            saved = lora_forward(hidden_ND, [logits_NV], [self.site_index], lora, start=start)
         return logits_NV, saved
 
     def _backward(
@@ -155,7 +210,7 @@ class Head:
                 if lora is not None and self.site_index is not None:
                     lora, start = lora.select((kept + start).tolist()), 0
                     if lora is not None:
-                        saved = lora_intermediates(hidden_CD, self.vocab_size, self.site_index, lora)
+                        saved = lora_intermediates(hidden_CD, [self.vocab_size], [self.site_index], lora)
 
         slope_CV = None if self.softcap is None else 1 - (logits_CV / self.softcap).square()
         dlogits_CV = logits_CV.sub_(normaliser_C1).exp_().mul_(-dlogprobs_CK.sum(dim=1, keepdim=True))
@@ -171,8 +226,48 @@ class Head:
         dy_CV = dlogits_CV.to(self.weight_VD.dtype)
         dh_CD = torch.mm(dy_CV, self.weight_VD)
         if lora is not None and self.site_index is not None:
-            lora_backward(hidden_CD, dy_CV, saved, self.site_index, lora, dx_TI=dh_CD, start=start)
+            lora_backward(hidden_CD, [dy_CV], saved, [self.site_index], lora, dx_TI=dh_CD, start=start)
         if kept is None:
             dhidden_CD.copy_(dh_CD)
         else:
             dhidden_CD[kept] = dh_CD
+
+
+def _of_any_length(*tensors: torch.Tensor) -> None:
+    """One graph for every chunk."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def _scaled_logits(logits_CV: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    logits_CV = logits_CV.float() * scale
+    return logits_CV if softcap is None else softcap * torch.tanh(logits_CV / softcap)
+
+
+@torch.compile(dynamic=False)
+def _target_logprobs(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [C] log-probabilities and normalisers."""
+    logits_CV = _scaled_logits(logits_CV, scale, softcap)
+    normaliser_C = logits_CV.logsumexp(1)
+    return logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C, normaliser_C
+
+
+@torch.compile(dynamic=False)
+def _dlogits(
+    logits_CV: torch.Tensor,
+    normaliser_C: torch.Tensor,
+    targets_C: torch.Tensor,
+    dlogprobs_C: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """In the logits' dtype. A token with dloss 0 gets 0, whatever its logits are."""
+    scaled_CV = _scaled_logits(logits_CV, scale, softcap)
+    hot_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
+    probs_CV = (scaled_CV - normaliser_C[:, None]).exp()
+    dlogits_CV = dlogprobs_C[:, None] * (hot_CV.float() - probs_CV) * scale
+    if softcap is not None:
+        dlogits_CV = dlogits_CV * (1 - (scaled_CV / softcap).square())
+    return torch.where(dlogprobs_C[:, None] == 0, 0.0, dlogits_CV).to(logits_CV.dtype)
