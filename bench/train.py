@@ -1,6 +1,7 @@
 """Training speed on models of real shapes: many tenants against one, packed against one adapter a pass, and the limit.
 
     python bench/train.py --shape qwen3-0.6b [--tokens 16384] [--rank 16] [--tenants 1 8 64] [--json FILE]
+        [--modes eager compiled] [--alone] [--profile DIRECTORY]
 
 Every figure is the median of alternated rounds in one process. ``of limit`` is the model's own arithmetic
 (4·P·T + 6·P_lora·T + 6·L·Hq·D·Σs²) over the rate of a large matrix product measured in the same process.
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,6 +114,24 @@ def lora_params(model: BaseModel, rank: int) -> int:
     return sum(rank * (site.in_features + site.out_features) for site in model.bank.sites)
 
 
+def set_mode(model: BaseModel, mode: str) -> None:
+    model.compiled = model.head.compiled = mode == "compiled"
+
+
+def profile(run: Callable[[], None], file: Path) -> None:
+    """What one pass spends its time on, by kernel."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+        torch.cuda.synchronize()
+    averages = profiler.key_averages()
+    tables = [
+        averages.table(sort_by=order, row_limit=70, max_name_column_width=90, max_src_column_width=0)
+        for order in ("self_cuda_time_total", "self_cpu_time_total")
+    ]
+    file.write_text("\n\n".join(tables))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
@@ -119,6 +139,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tenants", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--modes", choices=["eager", "compiled"], nargs="+", default=["eager", "compiled"])
+    parser.add_argument("--alone", action="store_true", help="also one adapter a pass (slow)")
+    parser.add_argument("--profile", type=Path, help="a directory for tables of kernels")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
@@ -126,54 +149,61 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         start = time.perf_counter()
         source = ModelSource(name=options.shape, directory=shaped_model(options.shape, Path(directory), device=device))
-        model = load_model(source, device=device)
-        print(f"made and loaded in {time.perf_counter() - start:.1f} s", flush=True)
+        made = time.perf_counter() - start
+        model = load_model(source, device=device, compile="compiled" in options.modes)
+        print(f"made in {made:.1f} s, loaded in {time.perf_counter() - start - made:.1f} s", flush=True)
     rate = matrix_rate(device, model.dtype)
     card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{card}, torch {torch.__version__}, {model.dtype}, matrix rate {rate / 1e12:.1f} TFLOP/s", flush=True)
 
     rows = []
     one = Tenants(model, 1, tokens=options.tokens, length=options.length, ranks=[options.rank])
-    for count in options.tenants:
-        many = Tenants(model, count, tokens=options.tokens, length=options.length, ranks=[options.rank])
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        work = {"one tenant": one.packed, "packed": many.packed, "one adapter a pass": many.one_adapter_a_pass}
-        seconds = medians(work, device)
-        share = options.tokens // count
-        lens = {
-            "one tenant": one._cut(options.tokens, options.length),
-            "packed": many._cut(share, options.length) * count,
-        }
-        for name, lengths in lens.items():
-            flops = model_flops(model, options.shape, lora_params(model, options.rank), lengths)
-            rows.append(
-                {
-                    "tenants": count,
-                    "what": name,
-                    "tokens_per_s": options.tokens / seconds[name],
-                    "fraction_of_limit": flops / seconds[name] / rate,
-                }
-            )
-        rows.append(
-            {
-                "tenants": count,
-                "what": "packed against one adapter a pass",
-                "ratio": seconds["one adapter a pass"] / seconds["packed"],
-            }
-        )
-        rows.append(
-            {"tenants": count, "what": "tax against one tenant", "ratio": seconds["packed"] / seconds["one tenant"]}
-        )
-        peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-        for row in rows[-4:]:
-            row["peak_gib"] = peak
-            print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in row.items()}, flush=True)
-        many.delete()
+    for mode in options.modes:
+        set_mode(model, mode)
+        for count in options.tenants:
+            many = Tenants(model, count, tokens=options.tokens, length=options.length, ranks=[options.rank])
+            rows += measure(one, many, options, mode, rate)
+            many.delete()
+    # Last: once the profiler has run, every launch of this process is slower.
+    for mode in options.modes if options.profile else ():
+        set_mode(model, mode)
+        profile(one.packed, options.profile / f"{options.shape}-{mode}-1.txt")
+        for count in options.tenants:
+            many = Tenants(model, count, tokens=options.tokens, length=options.length, ranks=[options.rank])
+            profile(many.packed, options.profile / f"{options.shape}-{mode}-{count}.txt")
+            many.delete()
     if options.json:
         options.json.write_text(
             json.dumps({"card": card, "torch": torch.__version__, "rate": rate, "rows": rows}, indent=1)
         )
+
+
+def measure(one: Tenants, many: Tenants, options: argparse.Namespace, mode: str, rate: float) -> list[dict[str, Any]]:
+    model, count, tokens = one.model, len(many.commands), options.tokens
+    work = {"one tenant": one.packed, "packed": many.packed}
+    if options.alone:
+        work["one adapter a pass"] = many.one_adapter_a_pass
+    if model.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = medians(work, model.device)
+    lens = {
+        "one tenant": one._cut(tokens, options.length),
+        "packed": many._cut(tokens // count, options.length) * count,
+    }
+    rows: list[dict[str, Any]] = []
+    for name, lengths in lens.items():
+        flops = model_flops(model, options.shape, lora_params(model, options.rank), lengths)
+        fraction = flops / seconds[name] / rate
+        rows.append({"what": name, "tokens_per_s": tokens / seconds[name], "fraction_of_limit": fraction})
+    rows.append({"what": "tax against one tenant", "ratio": seconds["packed"] / seconds["one tenant"]})
+    if options.alone:
+        gain = seconds["one adapter a pass"] / seconds["packed"]
+        rows.append({"what": "packed against one adapter a pass", "ratio": gain})
+    peak = torch.cuda.max_memory_allocated() / 2**30 if model.device.type == "cuda" else 0.0
+    rows = [{"mode": mode, "tenants": count, **row, "peak_gib": peak} for row in rows]
+    for row in rows:
+        print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in row.items()}, flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from descant.errors import UserError
 
@@ -83,6 +83,8 @@ def run_bench(names: Sequence[str], *, model: str, json_file: Path | None) -> No
     bench = _prepare(model)
     rows = [MEASUREMENTS[name](bench) for name in names or MEASUREMENTS]
     console.print(_table(rows))
+    for row in rows:
+        console.print(f"{row.id}: {row.what}", highlight=False)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
@@ -92,6 +94,7 @@ def _prepare(name: str) -> Bench:
 
     from descant.model.load import load_model, resolve_model
 
+    transformers.utils.logging.disable_progress_bar()
     source = resolve_model(name)
     model = load_model(source)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(source.directory, dtype=model.dtype)
@@ -99,11 +102,10 @@ def _prepare(name: str) -> Bench:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table("id", "what", "value", "unit", "baseline", "ratio", "limit", "of limit", caption=None)
+    table = Table(Column("id", no_wrap=True), "value", "unit", "baseline", "ratio", "limit", "of limit")
     for row in rows:
         table.add_row(
             row.id,
-            row.what,
             f"{row.value:.0f}",
             row.unit,
             f"{row.baseline:.0f}",
@@ -210,6 +212,8 @@ def train_tokens_per_s(bench: Bench) -> Row:
         learner.close(request)
         learner.optim_step(model_id, AdamParams(learning_rate=1e-5))
 
+    num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
+    limit = _linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
     config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
     adapted: Any = peft.get_peft_model(bench.plain, config)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
@@ -223,9 +227,7 @@ def train_tokens_per_s(bench: Bench) -> Row:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
     try:
-        limit = _linear_products(bench.plain, num_tokens, backward=True)
         seconds = _alternate({"baseline": theirs, "value": ours, "limit": limit}, device)
     finally:
         adapted.unload()

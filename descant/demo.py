@@ -174,7 +174,7 @@ def _train_both(console: Console, server: RunningServer, habit: ModuleType, sums
 def _run(server: RunningServer, name: str, example: ModuleType, show: Any) -> Any:
     import tinker
 
-    account = {"base_url": server.url, "api_key": f"tml-demo-{name}"}
+    account: Any = {"base_url": server.url, "api_key": f"tml-demo-{name}"}
     base_model = tinker.RestClient(**account).get_server_capabilities().result().supported_models[0].model_name
     return example.run(tinker.ServiceClient(**account), base_model=base_model, progress=show)
 
@@ -199,7 +199,7 @@ def _in_thread(name: str, work: Callable[[], T]) -> Future[T]:
 
 def _results(question: str, habit: Any, sums: Any) -> Table:
     table = Table(show_header=True, header_style="bold", title_justify="left")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     table.add_column("before")
     table.add_column("after")
     table.add_row(f"alice: {question}", habit.before, habit.after)

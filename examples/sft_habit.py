@@ -44,7 +44,7 @@ def run(
     service_client: tinker.ServiceClient,
     *,
     base_model: str,
-    num_steps: int = 20,
+    num_steps: int = 15,
     batch_size: int = 8,
     learning_rate: float = 1e-3,
     rank: int = 8,
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--api-key", default=os.environ.get("TINKER_API_KEY", "tml-example-key"))
     parser.add_argument("--base-model", help="default: the first that the server offers")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=15)
     args = parser.parse_args()
     service_client = tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key)
     rest_client = tinker.RestClient(base_url=args.base_url, api_key=args.api_key)

@@ -11,7 +11,9 @@ What holds it together: a row's maximum is exact in any order; a block's product
 order of the sequence; and a block that a row does not see adds exactly 0 to it, so it does not matter that a batch
 neighbour made it part of the product. The backward pass owes nobody equal bits and uses PyTorch's own kernel.
 
-On CUDA, training and scoring in half precision go through ``varlen_attn``; the pages always through the blocks.
+On CUDA, training and scoring in half precision go through PyTorch's packed flash kernels; the pages always through the
+blocks. In a compiled layer attention is an operator that knows its pass by a number (``Handles``): whatever else the
+graph saw of the pass would make another graph for the next.
 
 Legend: T tokens of the pass, S sequences of a tile, R query rows of a tile, N keys of a tile (a multiple of
 ``PAGE_TOKENS``), H query heads, K key heads, G = H / K, D head size.
@@ -19,10 +21,9 @@ Legend: T tokens of the pass, S sequences of a tile, R query rows of a tile, N k
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
-from descant.model.passes import PAGE_TOKENS, Pass, stream_rows
+from descant.model.passes import PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
 
 NAME = "descant"
 
@@ -91,28 +92,30 @@ def attention(
         raise UserError("attention that is not causal is not supported")
     if dropout:
         raise UserError("attention dropout is not supported: the model must be in eval mode")
-    num_padding = query.shape[2] - plan.num_tokens
-    if num_padding < 0:
-        raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
     rule = _Rule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )
-    layer = cast(int, module.layer_idx)
-    if (shapes := plan.cache.get(KV_SHAPES)) is not None:
-        cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
-
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1)[: plan.num_tokens] for x in (query, key, value))
-    if plan.kv is not None:
-        with torch.no_grad():
-            _write_pages(plan, layer, key_TKD, value_TKD)
-            pages = (plan.kv.pool.keys[layer], plan.kv.pool.values[layer])
-            out_THD, _ = _blocked(plan, rule, query_THD, key_TKD, value_TKD, pages=pages)
-    elif query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16):
-        out_THD = _varlen(plan, rule, query_THD, key_TKD, value_TKD)
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    compiled = torch.compiler.is_compiling()  # then plan's handle is all that may be read of it, and no layer's index
+    if not compiled:
+        layer = cast(int, module.layer_idx)
+        if (shapes := plan.cache.get(KV_SHAPES)) is not None:
+            cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        if query.shape[2] < plan.num_tokens:
+            raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
+        if plan.kv is not None:
+            with torch.no_grad():
+                return _over_pages(plan, rule, layer, query_THD, key_TKD, value_TKD).unsqueeze(0), None
+    if compiled or query.is_cuda:
+        query_THD, key_TKD, value_TKD = (x.contiguous() for x in (query_THD, key_TKD, value_TKD))
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        out_THD = _Attention.apply(query_THD, key_TKD, value_TKD, plan.handle, rule.scaling, rule.window, rule.softcap)
+    elif compiled:
+        out_THD, _ = torch.ops.descant.attention(
+            query_THD, key_TKD, value_TKD, plan.handle, rule.scaling, rule.window, rule.softcap
+        )
     else:
-        out_THD = _BlockedAttention.apply(query_THD, key_TKD, value_TKD, plan, rule)
-    if num_padding:
-        out_THD = F.pad(out_THD, (0, 0, 0, 0, 0, num_padding))
+        out_THD, _ = _forward(plan, rule, query_THD, key_TKD, value_TKD, want_logsumexp=False)
     return out_THD.unsqueeze(0), None
 
 
@@ -289,6 +292,42 @@ def _run(indices: torch.Tensor) -> slice | None:
 # Forward
 
 
+def _forward(
+    plan: Pass,
+    rule: _Rule,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    *,
+    want_logsumexp: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Out as many rows as queries, and the logarithm of each row's sum float32 [H, T]: 0 behind the pass's own."""
+    num_tokens = plan.num_tokens
+    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    logsumexp_HT: torch.Tensor | None
+    if _has_varlen(rule, query_THD, value_TKD):
+        out_THD, logsumexp_HT = _varlen(plan, rule, *own)
+    else:
+        out_THD, logsumexp_TH = _blocked(plan, rule, *own, want_logsumexp=want_logsumexp)
+        logsumexp_HT = None if logsumexp_TH is None else logsumexp_TH.t()
+    if num_padding := len(query_THD) - num_tokens:
+        out_THD = F.pad(out_THD, (0, 0, 0, 0, 0, num_padding))
+        logsumexp_HT = None if logsumexp_HT is None else F.pad(logsumexp_HT, (0, num_padding))
+    return out_THD, logsumexp_HT
+
+
+def _over_pages(
+    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+) -> torch.Tensor:
+    kv, num_tokens = plan.kv, plan.num_tokens
+    assert kv is not None
+    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    _write_pages(plan, layer, own[1], own[2])
+    out_THD, _ = _blocked(plan, rule, *own, pages=(kv.pool.keys[layer], kv.pool.values[layer]))
+    num_padding = len(query_THD) - num_tokens
+    return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
+
+
 def _blocked(
     plan: Pass,
     rule: _Rule,
@@ -315,7 +354,8 @@ def _blocked(
             )
         else:
             key, value = (
-                x[tile.keys].view(S, -1, num_key_heads, PAGE_TOKENS, x.shape[3]).transpose(1, 2) for x in pages
+                x.index_select(0, tile.keys).view(S, -1, num_key_heads, PAGE_TOKENS, x.shape[3]).transpose(1, 2)
+                for x in pages
             )
         out, logsumexp = _attend(
             query,
@@ -394,63 +434,154 @@ def _write_pages(plan: Pass, layer: int, key_TKD: torch.Tensor, value_TKD: torch
 # Backward
 
 
-class _BlockedAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
+    """In a compiled layer its two halves are operators, which see nothing of the pass but its handle."""
+
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Pass, rule: _Rule
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        handle: torch.Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
     ) -> torch.Tensor:
-        wanted = any(ctx.needs_input_grad)
-        out, logsumexp = _blocked(plan, rule, query, key, value, want_logsumexp=wanted)
-        if wanted:
-            ctx.save_for_backward(query, key, value, out, logsumexp)
-            ctx.plan, ctx.rule = plan, rule
+        if torch.compiler.is_compiling():
+            out, logsumexp = torch.ops.descant.attention(query, key, value, handle, scaling, window, softcap)
+        else:
+            plan = ctx.plan = PASSES[handle]
+            rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+            out, logsumexp = _forward(plan, rule, query, key, value, want_logsumexp=True)
+        ctx.save_for_backward(query, key, value, out, logsumexp, handle)
+        ctx.rule = (scaling, window, softcap)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_out,) = grad_outputs
-        query, key, value, out, logsumexp = ctx.saved_tensors
-        plan: Pass = ctx.plan
-        rule: _Rule = ctx.rule
-        has_kernel = query.device.type == "cpu" and rule.softcap is None and query.shape[-1] == value.shape[-1]
-        # Keys of a prefix get a part from each sequence that reads them: summed in float32, and rounded once.
-        summed = torch.float32 if plan.prefixes else key.dtype
-        dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        dk, dv = (torch.empty(x.shape, dtype=summed, device=x.device) for x in (key, value))
-        if plan.prefixes:
-            dk.zero_()
-            dv.zero_()
-        for group in _equal_lengths(plan):
-            size, rows, keys = len(group.rows), group.rows.flatten(), group.keys.flatten()
-            run = _run(rows)
-            key_run = run if group.context == 0 else None
-            rows, keys = rows.to(query.device), keys.to(query.device)
+        query, key, value, out, logsumexp, handle = ctx.saved_tensors
+        scaling, window, softcap = ctx.rule
+        backward = torch.ops.descant.attention_backward if torch.compiler.is_compiling() else _backward_op
+        grads = backward(grad_outputs[0], query, key, value, out, logsumexp, handle, scaling, window, softcap)
+        return (*grads, None, None, None, None)
 
-            def of_queries(
-                x: torch.Tensor, rows: torch.Tensor = rows, run: slice | None = run, size: int = size
-            ) -> torch.Tensor:
-                return _rows(x, rows, run).view(size, -1, *x.shape[1:]).transpose(1, 2)
 
-            k, v = (_rows(x, keys, key_run).view(size, -1, *x.shape[1:]).transpose(1, 2) for x in (key, value))
-            q, do = of_queries(query), of_queries(grad_out)
-            if has_kernel:
-                softmax = of_queries(out), of_queries(logsumexp.unsqueeze(2)).squeeze(3)
-                parts = _kernel_backward(rule, group.context, q, k, v, do, *softmax)
+def _forward_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    handle: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+    out, logsumexp = _forward(PASSES[handle], rule, query, key, value, want_logsumexp=True)
+    assert logsumexp is not None
+    return out, logsumexp.contiguous()
+
+
+def _backward_op(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    handle: torch.Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    plan, rule = PASSES[handle], _Rule(scaling=scaling, window=window, softcap=softcap)
+    num_tokens, num_padding = plan.num_tokens, len(query) - plan.num_tokens
+    do, q, k, v, o = (x[:num_tokens] for x in (grad_out, query, key, value, out))
+    backward = _varlen_backward if _has_varlen(rule, query, value) else _blocked_backward
+    grads = backward(plan, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
+    if num_padding:
+        grads = tuple(F.pad(grad, (0, 0, 0, 0, 0, num_padding)) for grad in grads)
+    dq, dk, dv = grads
+    return dq, dk, dv
+
+
+_RULE_SCHEMA = "Tensor handle, float scaling, int? window, float? softcap"
+_LIBRARY = torch.library.Library("descant", "FRAGMENT")
+_LIBRARY.define(f"attention(Tensor query, Tensor key, Tensor value, {_RULE_SCHEMA}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"{_RULE_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("attention", _forward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("attention_backward", _backward_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("descant::attention", lib=_LIBRARY)
+def _forward_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rule: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, num_heads, _ = query.shape
+    out = query.new_empty(num_tokens, num_heads, value.shape[2])
+    return out, query.new_empty(num_heads, num_tokens, dtype=torch.float32)
+
+
+@torch.library.register_fake("descant::attention_backward", lib=_LIBRARY)
+def _backward_shapes(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object
+) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+
+def _blocked_backward(
+    plan: Pass,
+    rule: _Rule,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp_HT: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    logsumexp = logsumexp_HT.t().contiguous()
+    has_kernel = query.device.type == "cpu" and rule.softcap is None and query.shape[-1] == value.shape[-1]
+    # Keys of a prefix get a part from each sequence that reads them: summed in float32, and rounded once.
+    summed = torch.float32 if plan.prefixes else key.dtype
+    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    dk, dv = (torch.empty(x.shape, dtype=summed, device=x.device) for x in (key, value))
+    if plan.prefixes:
+        dk.zero_()
+        dv.zero_()
+    for group in _equal_lengths(plan):
+        size, rows, keys = len(group.rows), group.rows.flatten(), group.keys.flatten()
+        run = _run(rows)
+        key_run = run if group.context == 0 else None
+        rows, keys = rows.to(query.device), keys.to(query.device)
+
+        def of_queries(
+            x: torch.Tensor, rows: torch.Tensor = rows, run: slice | None = run, size: int = size
+        ) -> torch.Tensor:
+            return _rows(x, rows, run).view(size, -1, *x.shape[1:]).transpose(1, 2)
+
+        k, v = (_rows(x, keys, key_run).view(size, -1, *x.shape[1:]).transpose(1, 2) for x in (key, value))
+        q, do = of_queries(query), of_queries(grad_out)
+        if has_kernel:
+            softmax = of_queries(out), of_queries(logsumexp.unsqueeze(2)).squeeze(3)
+            parts = _kernel_backward(rule, group.context, q, k, v, do, *softmax)
+        else:
+            parts = _plain_backward(rule, group.context, q, k, v, do)
+        q_part, *key_parts = (part.transpose(1, 2).flatten(0, 1) for part in parts)
+        if run is not None:
+            dq[run] = q_part
+        else:
+            dq[rows] = q_part.to(dq.dtype)
+        for grad, part in zip((dk, dv), key_parts):
+            if plan.prefixes:
+                grad.index_add_(0, keys, part.to(grad.dtype))
+            elif key_run is not None:
+                grad[key_run] = part
             else:
-                parts = _plain_backward(rule, group.context, q, k, v, do)
-            q_part, *key_parts = (part.transpose(1, 2).flatten(0, 1) for part in parts)
-            if run is not None:
-                dq[run] = q_part
-            else:
-                dq[rows] = q_part.to(dq.dtype)
-            for grad, part in zip((dk, dv), key_parts):
-                if plan.prefixes:
-                    grad.index_add_(0, keys, part.to(grad.dtype))
-                elif key_run is not None:
-                    grad[key_run] = part
-                else:
-                    grad[keys] = part.to(grad.dtype)
-        return dq, dk.to(key.dtype), dv.to(value.dtype), None, None
+                grad[keys] = part.to(grad.dtype)
+    return dq, dk.to(key.dtype), dv.to(value.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -536,75 +667,114 @@ def _plain_backward(
 # CUDA
 
 
-def _varlen(
-    plan: Pass, rule: _Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
-) -> torch.Tensor:
-    """PyTorch's own packed attention, with its backward. 2.13 wants to be told of fewer key heads, 2.11 does not know
-    the word."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "cu_seqlens" not in plan.cache:
-        plan.cache["cu_seqlens"] = _cumulative_lengths(plan, query_THD.device)
-    queries, keys, key_rows = cast("tuple[_Lengths, _Lengths, torch.Tensor | None]", plan.cache["cu_seqlens"])
-    if key_rows is not None:
-        key_TKD, value_TKD = (_GatherRows.apply(x, key_rows) for x in (key_TKD, value_TKD))
-    options: dict[str, Any] = {}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = query_THD.shape[1] != key_TKD.shape[1]
-    window = (-1, 0) if rule.window is None else (rule.window - 1, 0)
-    out = varlen_attn(
-        query_THD.contiguous(),
-        key_TKD.contiguous(),
-        value_TKD.contiguous(),
-        queries.ends,
-        keys.ends,
-        queries.longest,
-        keys.longest,
-        scale=rule.scaling,
-        window_size=window,
-        **options,
+def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
+    return (
+        query.is_cuda
+        and rule.softcap is None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] == value.shape[-1]
     )
-    return cast(torch.Tensor, out)
+
+
+def _varlen_options(plan: Pass, rule: _Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
+    """And what both kernels are told of the rule."""
+    if "cu_seqlens" not in plan.cache:
+        plan.cache["cu_seqlens"] = _cumulative_lengths(plan, device)
+    window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
+    return cast("_Lengths", plan.cache["cu_seqlens"]), {"scale": rule.scaling, **window}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lengths:
-    """``ends`` int32 [B + 1], the first 0. ``longest`` is rounded up to a power of two: every new maximum is a new
-    kernel choice, and so one serves many passes."""
-
-    ends: torch.Tensor
-    longest: int
-
-    @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> _Lengths:
-        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return _Lengths(ends=ends.to(device), longest=1 << (max(lengths) - 1).bit_length())
-
-
-def _cumulative_lengths(plan: Pass, device: torch.device) -> tuple[_Lengths, _Lengths, torch.Tensor | None]:
-    """Of the queries and of the keys, and the rows that the keys are (None: the stream as it is). With more keys than
+    """Where the sequences' queries and their keys end, int32 [B + 1], and the longest of each. ``key_rows`` int64: the
+    tokens of the stream that the keys are; None: the stream as it is, and as many keys as queries. With more keys than
     queries the kernel's causal mask is aligned at the end of both, as a prefix wants it."""
+
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    longest_query: int
+    longest_key: int
+    key_rows: torch.Tensor | None
+
+
+def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
     spans = _spans(plan)
-    queries = _Lengths.of([span.length for span in spans], device)
-    if not plan.prefixes:
-        return queries, queries, None
-    rows_of = _sequence_rows(plan)
-    key_rows = torch.cat([rows_of[span.sequence] for span in spans])
-    return queries, _Lengths.of([span.context + span.length for span in spans], device), key_rows.to(device)
+    lengths = [span.length for span in spans]
+    key_lengths = [span.context + span.length for span in spans]
+    ends, key_ends = (
+        to_device(torch.tensor((0, *sizes), dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+        for sizes in (lengths, key_lengths)
+    )
+    key_rows = None
+    if plan.prefixes:
+        rows_of = _sequence_rows(plan)
+        key_rows = to_device(torch.cat([rows_of[span.sequence] for span in spans]), device)
+    return _Lengths(
+        query_ends=ends,
+        key_ends=key_ends,
+        longest_query=max(lengths),
+        longest_key=max(key_lengths),
+        key_rows=key_rows,
+    )
 
 
-class _GatherRows(torch.autograd.Function):
-    """``x[rows]``, with the gradients of a row that was taken often summed in float32."""
+def _varlen(
+    plan: Pass, rule: _Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels under PyTorch's own packed attention (``torch.nn.attention.varlen``), which has no way to be called
+    from an operator and be differentiated there. They take fewer key heads than query heads."""
+    lengths, options = _varlen_options(plan, rule, query_THD.device)
+    if lengths.key_rows is not None:
+        key_TKD, value_TKD = (x.index_select(0, lengths.key_rows) for x in (key_TKD, value_TKD))
+    out, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        lengths.query_ends,
+        lengths.key_ends,
+        lengths.longest_query,
+        lengths.longest_key,
+        0.0,
+        rule.window is None,
+        False,
+        **options,
+    )
+    return out, logsumexp_HT
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.num_rows = len(x)
-        return x.index_select(0, rows)
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        (grad,) = grad_outputs
-        summed = torch.zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32, device=grad.device)
-        return summed.index_add_(0, rows, grad.float()).to(grad.dtype), None
+def _varlen_backward(
+    plan: Pass,
+    rule: _Rule,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp_HT: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    lengths, options = _varlen_options(plan, rule, query.device)
+    rows = lengths.key_rows
+    unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad_out.contiguous(),
+        query,
+        key if rows is None else key.index_select(0, rows),
+        value if rows is None else value.index_select(0, rows),
+        out,
+        logsumexp_HT.contiguous(),
+        lengths.query_ends,
+        lengths.key_ends,
+        lengths.longest_query,
+        lengths.longest_key,
+        0.0,
+        rule.window is None,
+        unused,
+        unused,
+        **options,
+    )
+    if rows is not None:  # a key of a prefix gets a part from each sequence that reads it: summed in float32
+        dk, dv = (
+            torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, rows, part.float()).to(x.dtype)
+            for x, part in ((key, dk), (value, dv))
+        )
+    return dq, dk, dv

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,11 @@ from descant.types import ModelFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 269
+"""No size of any model equals it: a graph made with T equal to another size would serve such passes alone."""
 
 MIN_ROWS = 8
 """Fewer tokens than this are filled up: matrix products of a few rows take other kernels, whose last bits differ."""
@@ -51,6 +59,9 @@ class BaseModel:
         self.device = device
         self.dtype = dtype
         self.kv_shapes = tuple(kv_shapes[layer] for layer in sorted(kv_shapes))
+        self.compiled = False
+        """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
+        self._has_graphs = False
         self._decoder = decoder
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -69,11 +80,52 @@ class BaseModel:
         rows when the caller runs backward from the hidden states, with the base's parameters untouched.
         """
         lora = LoraPass.of(pass_, self.bank)
+        return self._trunk(tokens_T, positions_T, pass_, lora), lora
+
+    def _trunk(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass, lora: LoraPass | None
+    ) -> torch.Tensor:
+        compiled = self.compiled and pass_.kv is None and lora is not None
         self.channel.current = lora
         try:
-            return forward(self._decoder, tokens_T, positions_T, pass_), lora
+            with nullcontext() if compiled or not self._has_graphs else torch.compiler.set_stance("force_eager"):
+                hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
         finally:
-            self.channel.current = None
+            self.channel.current = self.channel.given = None
+        if compiled and hidden_TD.requires_grad:
+            held: torch.Tensor = _Hold.apply(hidden_TD, pass_, lora)
+            return held
+        return hidden_TD
+
+    def speed_up(self, layers: Sequence[nn.Module]) -> None:
+        """Compiles the head's elementwise work and each of ``layers``, and makes the graphs of a pass with and without
+        a backward. They serve every pass, whatever its tokens, lengths and adapters: T alone varies in them. What
+        cannot be compiled runs as it is, and the log says so."""
+        start = time.monotonic()
+        for layer in layers:
+            layer.compile(dynamic=True)
+        if layers:
+            embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]
+            embedding.register_forward_hook(_ask_for_gradient)
+        self.head.compiled, self.compiled, self._has_graphs = True, len(layers) > 0, len(layers) > 0
+        try:
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    self._warm_up_pass()
+        except Exception:  # of the compiler: from Dynamo's own to a C compiler that is missing
+            logger.warning("%s runs without torch.compile, which failed", self.facts.name, exc_info=True)
+            self.compiled = self.head.compiled = False
+        else:
+            logger.info("%s compiled in %.0f s", self.facts.name, time.monotonic() - start)
+
+    def _warm_up_pass(self) -> None:
+        pass_, lora = Pass(seq_lens=(WARM_UP_TOKENS,)), LoraPass(segments=(), slabs={})
+        positions_T = torch.arange(WARM_UP_TOKENS, device=self.device)
+        tokens_T = positions_T % self.facts.vocab_size
+        hidden_TD = self._trunk(tokens_T, positions_T, pass_, lora)
+        head = self.head.logprobs(hidden_TD, tokens_T[:, None], None, loss=lambda _, logprobs_CK: -logprobs_CK)
+        if hidden_TD.requires_grad:
+            hidden_TD.backward(head.dhidden_TD)
 
     def make_kv_pool(self, num_pages: int) -> KVPool:
         """Zeroed pages for every layer."""
@@ -89,6 +141,26 @@ class BaseModel:
 
             self._tokenizer = AutoTokenizer.from_pretrained(self.directory)
         return self._tokenizer
+
+
+class _Hold(torch.autograd.Function):
+    """Keeps what the compiled layers know by number only, as long as the graph that may still ask for it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: torch.Tensor, *held: object) -> torch.Tensor:
+        ctx.held = held
+        return hidden_TD.view_as(hidden_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad_outputs[0], None, None
+
+
+def _ask_for_gradient(embedding: nn.Module, inputs: object, output: torch.Tensor) -> None:
+    """A forward hook: with it the first layer is like all others (frozen embeddings need no gradient), and one graph
+    serves them all."""
+    if torch.is_grad_enabled() and output.is_leaf:
+        output.requires_grad_()
 
 
 def forward(decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass) -> torch.Tensor:

@@ -20,7 +20,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from descant.model.lora import LoraPass, lora_backward, lora_forward, lora_intermediates
+from descant.model.lora import (
+    LoraPass,
+    lora_backward,
+    lora_forward,
+    lora_intermediates,
+    lora_linear,
+    lora_linear_backward,
+)
+from descant.model.passes import to_device
 
 MIN_ROWS = 8
 
@@ -62,6 +70,8 @@ class Head:
         self.softcap = softcap
         self.logit_scale = logit_scale
         self.vocab_size = len(weight)
+        self.compiled = False
+        """One target a position: the chunk's elementwise work is fused, and no float32 logits are written."""
 
     def logits(self, hidden_ND: torch.Tensor, lora: LoraPass | None, *, start: int = 0) -> torch.Tensor:
         """float32 [N, V] of the stream's tokens ``start:start+N`` (``start`` finds their adapters)."""
@@ -92,6 +102,7 @@ class Head:
         device = hidden_TD.device
         if chunk_tokens is None:
             chunk_tokens = CHUNK_TOKENS["cpu" if device.type == "cpu" else "cuda"]
+        one_each = tokens_P is None
         if tokens_P is None:
             tokens_P = torch.arange(len(hidden_TD))
         hidden_TD = hidden_TD.detach()
@@ -99,11 +110,15 @@ class Head:
         dhidden_TD = None if loss is None else torch.zeros_like(hidden_TD)
         starts = list(range(0, len(hidden_TD), chunk_tokens))
         bounds = torch.searchsorted(tokens_P, torch.tensor([*starts, len(hidden_TD)])).tolist()
-        tokens_P = tokens_P.to(device, non_blocking=True)
+        tokens_P = to_device(tokens_P, device)
         with torch.no_grad():
             for start, places in zip(starts, map(slice, bounds, bounds[1:])):
                 chunk = slice(start, min(start + chunk_tokens, len(hidden_TD)))
                 rows_P, targets = tokens_P[places] - start, targets_PK[places]
+                if self.compiled and targets.shape[1] == 1 and chunk.stop - chunk.start >= MIN_ROWS:
+                    shared_P = None if one_each else rows_P
+                    self._fused_chunk(chunk, places, shared_P, hidden_TD, targets, lora, loss, logprobs_PK, dhidden_TD)
+                    continue
                 logits_CV, saved = self._logits(hidden_TD[chunk], lora, start)
                 normaliser_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
                 chosen = logits_CV.view(-1)[_cells(rows_P, targets, self.vocab_size)]
@@ -128,19 +143,70 @@ class Head:
                 )
         return HeadOutput(logprobs_PK=logprobs_PK, dhidden_TD=dhidden_TD)
 
+    def _fused_chunk(
+        self,
+        chunk: slice,
+        places: slice,
+        rows_P: torch.Tensor | None,
+        hidden_TD: torch.Tensor,
+        targets_P1: torch.Tensor,
+        lora: LoraPass | None,
+        loss: ChunkLoss | None,
+        logprobs_P1: torch.Tensor,
+        dhidden_TD: torch.Tensor | None,
+    ) -> None:
+        """What ``logprobs`` does with a chunk, with logits and dLogits in the base's dtype. ``rows_P`` None: one place
+        each."""
+        hidden_CD, targets_P, start = hidden_TD[chunk], targets_P1[:, 0], chunk.start
+        logits_CV, saved = self._raw_logits(hidden_CD, lora, start)
+        extra = None if rows_P is None else _Places.of(rows_P, targets_P, logits_CV, self.logit_scale, self.softcap)
+        targets_C = targets_P if extra is None else extra.first_targets_C
+        _of_any_length(logits_CV, targets_C)
+        logprobs_C, normaliser_C = _target_logprobs(logits_CV, targets_C, self.logit_scale, self.softcap)
+        logprobs_P1[places, 0] = logprobs_C if extra is None else extra.logits_P - normaliser_C[extra.rows_P]
+        dlogprobs_P1 = None if loss is None else loss(places, logprobs_P1[places])
+        if dlogprobs_P1 is None or dhidden_TD is None:
+            return
+        dlogprobs_P = dlogprobs_P1[:, 0].contiguous()
+        dlogprobs_C = dlogprobs_P if extra is None else extra.sum_by_row(dlogprobs_P)
+        _of_any_length(normaliser_C, dlogprobs_C)
+        dy_CV = _dlogits(logits_CV, normaliser_C, targets_C, dlogprobs_C, self.logit_scale, self.softcap)
+        if extra is not None:
+            extra.move_to_targets(dy_CV, dlogprobs_P)
+        if lora is None or self.site_index is None:
+            torch.mm(dy_CV, self.weight_VD, out=dhidden_TD[chunk])
+            return
+        site, width = [self.site_index], [self.vocab_size]
+        dh_CD = lora_linear_backward(
+            hidden_CD, dy_CV, self.weight_VD, saved, site, width, lora, start=start, want_dx=True
+        )
+        assert dh_CD is not None
+        dhidden_TD[chunk] = dh_CD
+
     def _logits(
         self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        num_rows, saved = len(hidden_ND), []
-        padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
-        logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
-        if lora is not None and self.site_index is not None:
-            saved = lora_forward(hidden_ND, logits_NV, self.site_index, lora, start=start)
+        logits_NV, saved = self._raw_logits(hidden_ND, lora, start)
         logits_NV = logits_NV.float()
         if self.logit_scale != 1.0:
             logits_NV.mul_(self.logit_scale)
         if self.softcap is not None:
             logits_NV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_NV, saved
+
+    def _raw_logits(
+        self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """In the base's dtype, before scaling and soft cap."""
+        if lora is not None and self.site_index is not None and len(hidden_ND) >= MIN_ROWS:
+            site, width = [self.site_index], [self.vocab_size]
+            return lora_linear(hidden_ND, self.weight_VD, self.bias_V, site, width, lora, start=start)
+        num_rows: int = len(hidden_ND)
+        saved: list[torch.Tensor] = []
+        padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
+        logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
+        if lora is not None and self.site_index is not None:
+            saved = lora_forward(hidden_ND, [logits_NV], [self.site_index], lora, start=start)
         return logits_NV, saved
 
     def _backward(
@@ -172,7 +238,7 @@ class Head:
                 if lora is not None and self.site_index is not None:
                     lora, start = lora.select((kept + start).tolist()), 0
                     if lora is not None:
-                        saved = lora_intermediates(hidden_CD, self.vocab_size, self.site_index, lora)
+                        saved = lora_intermediates(hidden_CD, [self.vocab_size], [self.site_index], lora)
 
         slope_CV = None if self.softcap is None else 1 - (logits_CV / self.softcap).square()
         dlogprobs_C = normaliser_C1.new_zeros(len(hidden_CD)).index_add_(0, rows_P, dlogprobs_PK.sum(dim=1))
@@ -190,7 +256,7 @@ class Head:
         dy_CV = dlogits_CV.to(self.weight_VD.dtype)
         dh_CD = torch.mm(dy_CV, self.weight_VD)
         if lora is not None and self.site_index is not None:
-            lora_backward(hidden_CD, dy_CV, saved, self.site_index, lora, dx_TI=dh_CD, start=start)
+            lora_backward(hidden_CD, [dy_CV], saved, [self.site_index], lora, dx_TI=dh_CD, start=start)
         if kept is None:
             dhidden_CD.copy_(dh_CD)
         else:
@@ -200,3 +266,91 @@ class Head:
 def _cells(rows_P: torch.Tensor, targets_PK: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Where the targets lie in the chunk's logits, counted through, int64 [P, K]."""
     return targets_PK + rows_P[:, None] * vocab_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Several places a row beside kernels that know one target a row: they are given each row's first, and what the
+    others' targets get is moved there afterwards. ``slope_P`` and ``first_slope_P``: of the scaled and capped logit, at
+    a place's target and at its row's first."""
+
+    rows_P: torch.Tensor
+    targets_P: torch.Tensor
+    first_targets_C: torch.Tensor
+    logits_P: torch.Tensor
+    slope_P: torch.Tensor
+    first_slope_P: torch.Tensor
+
+    @staticmethod
+    def of(
+        rows_P: torch.Tensor, targets_P: torch.Tensor, logits_CV: torch.Tensor, scale: float, softcap: float | None
+    ) -> _Places:
+        rows_C = torch.arange(len(logits_CV), device=rows_P.device)
+        first_C = torch.searchsorted(rows_P, rows_C).clamp(max=len(rows_P) - 1)  # any, for a row without a place
+        first_targets_C = targets_P[first_C]
+
+        def at(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = _scaled_logits(logits_CV[rows_P, targets], scale, softcap)
+            slope = torch.ones_like(logits) if softcap is None else 1 - (logits / softcap).square()
+            return logits, slope * scale
+
+        logits_P, slope_P = at(targets_P)
+        return _Places(
+            rows_P=rows_P,
+            targets_P=targets_P,
+            first_targets_C=first_targets_C,
+            logits_P=logits_P,
+            slope_P=slope_P,
+            first_slope_P=at(first_targets_C[rows_P])[1],
+        )
+
+    def sum_by_row(self, dlogprobs_P: torch.Tensor) -> torch.Tensor:
+        return dlogprobs_P.new_zeros(len(self.first_targets_C)).index_add_(0, self.rows_P, dlogprobs_P)
+
+    def move_to_targets(self, dlogits_CV: torch.Tensor, dlogprobs_P: torch.Tensor) -> None:
+        firsts_P = self.first_targets_C[self.rows_P]
+        moved_P = torch.where(self.targets_P == firsts_P, 0.0, dlogprobs_P)
+        for targets, given_P in ((self.targets_P, moved_P * self.slope_P), (firsts_P, -moved_P * self.first_slope_P)):
+            given_P = torch.where(moved_P == 0, 0.0, given_P)  # 0·NaN must not come back
+            cells_P = _cells(self.rows_P, targets[:, None], dlogits_CV.shape[1])[:, 0]
+            dlogits_CV.view(-1).index_add_(0, cells_P, given_P.to(dlogits_CV.dtype))
+
+
+def _of_any_length(*tensors: torch.Tensor) -> None:
+    """One graph for every chunk."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def _scaled_logits(logits_CV: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    logits_CV = logits_CV.float() * scale
+    return logits_CV if softcap is None else softcap * torch.tanh(logits_CV / softcap)
+
+
+@torch.compile(dynamic=False)
+def _target_logprobs(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [C] log-probabilities and normalisers."""
+    logits_CV = _scaled_logits(logits_CV, scale, softcap)
+    normaliser_C = logits_CV.logsumexp(1)
+    return logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C, normaliser_C
+
+
+@torch.compile(dynamic=False)
+def _dlogits(
+    logits_CV: torch.Tensor,
+    normaliser_C: torch.Tensor,
+    targets_C: torch.Tensor,
+    dlogprobs_C: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """In the logits' dtype. A token with dloss 0 gets 0, whatever its logits are."""
+    scaled_CV = _scaled_logits(logits_CV, scale, softcap)
+    hot_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C[:, None]
+    probs_CV = (scaled_CV - normaliser_C[:, None]).exp()
+    dlogits_CV = dlogprobs_C[:, None] * (hot_CV.float() - probs_CV) * scale
+    if softcap is not None:
+        dlogits_CV = dlogits_CV * (1 - (scaled_CV / softcap).square())
+    return torch.where(dlogprobs_C[:, None] == 0, 0.0, dlogits_CV).to(logits_CV.dtype)

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,9 @@ _GROUPS: Mapping[str, Literal["attn", "mlp"]] = {
         ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts"), "mlp"
     ),
 }
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that families call one after another on the same tensor."""
+
 _FROZEN = frozenset({"experts", "gate", "router", "shared_expert_gate"})
 """Experts see tokens in an order of their own, and routers decide; both stay as they are."""
 
@@ -179,6 +182,7 @@ def load_model(
     max_version_bytes: int = 2 << 30,
     max_host_bytes: int = 4 << 30,
     check: bool = True,
+    compile: bool | None = None,
 ) -> BaseModel:
     """Loads, freezes, replaces attention and linear layers, and ends with the self-check: random sequences packed and
     alone, with and without KV pages, agree to 1e-4 of the largest in float32 (large models: see ``selfcheck``), and
@@ -187,16 +191,34 @@ def load_model(
     model that only fails packed is served one sequence a pass (``packable`` False). A rotary scaling that follows the
     longest sequence of a pass is served up to the length where it sets in, below which it is fixed.
 
-    ``check`` False skips the comparison, not the refusals that need none."""
+    ``check`` False skips the comparison, not the refusals that need none.
+    ``compile``: decoder layers go through ``torch.compile`` for passes without KV pages (None: on CUDA in half
+    precision, but for models with experts, whose every pass is another graph). It takes some 20 s here, once."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or native_dtype(device)
     config, tokenizer = _read(source)
     network = _load_network(source, config, device, dtype)
     architecture = type(network).__name__
     try:
-        return _assemble(source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check)
+        model = _assemble(
+            source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check
+        )
     except UserError as error:
         raise UserError(f"{architecture} cannot be served: {error.message}") from error
+    if compile is None:
+        has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
+        compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
+    if compile or device.type == "cuda":
+        _join_linears(network)
+        model.speed_up(_layers(model) if compile else ())
+    return model
+
+
+def _layers(model: BaseModel) -> Sequence[nn.Module]:
+    for module in model.network.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(model.kv_shapes):
+            return list(module)
+    return ()
 
 
 def _read(source: ModelSource) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -345,6 +367,14 @@ def _replace_linears(network: nn.Module, decoder: nn.Module, channel: LoraChanne
         network.set_submodule(name, MultiLoraLinear(module, len(sites), site, channel))
         sites.append(site)
     return sites
+
+
+def _join_linears(network: nn.Module) -> None:
+    for module in network.modules():
+        for names in _TOGETHER:
+            layers = [layer for name in names if isinstance(layer := getattr(module, name, None), MultiLoraLinear)]
+            if len(layers) > 1 and len({layer.site.in_features for layer in layers}) == 1:
+                MultiLoraLinear.join(layers)
 
 
 def _group(name: str) -> Literal["attn", "mlp"] | None:

@@ -1,11 +1,14 @@
-"""A frozen linear layer with many adapters: base product, then each segment's low-rank addition in place.
+"""A frozen linear layer with many adapters: the base's product and each segment's low-rank one, in one tensor.
 
 ``y[s] = x[s] Wᵀ + (32 / r_s) · (x[s] A_sᵀ) B_sᵀ`` for every segment s of the pass. The hand-written autograd function
-saves x and the rank-wide intermediate only, and adds dA and dB straight into the segment's fp32 gradient row.
+saves x and the rank-wide intermediate only, and adds dA and dB straight into the segment's fp32 gradient row. In a
+compiled layer it is an operator that knows its pass by a number (``Handles``) and its sites by a tensor, so that one
+graph serves all layers and all passes; the intermediates stay with the pass then.
 
 ``_is_grouped`` chooses, in one place, how the segments' products are computed: a loop of plain products over views of
 the slab, or one grouped product over all adapters of a run. The loop is as fast on CPU up to some 16 segments (measured
-in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment.
+in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and
+is for what the grouped product does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
 In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried from 1 to 300 rows, 1
@@ -29,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from descant.errors import ServerError
 from descant.model.bank import AdapterBank, Layout, LoraSite
-from descant.model.passes import Pass
+from descant.model.passes import Handles, Pass, to_device
 from descant.types import SCALE_NUMERATOR
 
 MAX_GROUPS = 1023
@@ -67,8 +70,12 @@ class _Run:
         self.start, self.end = segments[0].start, segments[-1].end
         self._group_tensors: _GroupTensors | None = None
 
-    def trained(self, site_index: int) -> bool:
-        return any(segment.trained[site_index] for segment in self.segments)
+    def trained(self, sites: Sequence[int]) -> bool:
+        return any(segment.trained[site] for segment in self.segments for site in sites)
+
+    @property
+    def learns(self) -> bool:
+        return any(segment.gradient is not None for segment in self.segments)
 
     @property
     def groups(self) -> _GroupTensors:
@@ -81,7 +88,8 @@ class _Run:
 class _GroupTensors:
     """What a grouped product needs, made on the host once a pass. ``offs_G`` int32, ``scale_T1`` float32.
 
-    ``step``: the work slots are ``first, first + step, …`` and a view of the slab serves; None: they are gathered.
+    One group's products are plain ones. ``step``: the work slots are ``first, first + step, …`` and a view of the slab
+    serves; None: they are gathered. ``gradient_step`` likewise for the gradient slots, if every group has one.
     ``learning``: indices of the groups that have a gradient slot, None for all.
     """
 
@@ -92,28 +100,38 @@ class _GroupTensors:
     step: int | None
     learning: torch.Tensor | None
     gradients_L: torch.Tensor
+    first_gradient: int
+    gradient_step: int | None
 
     @staticmethod
     def of(run: _Run) -> _GroupTensors:
         device, segments = run.slabs.work_SP.device, run.segments
         slots = [segment.work for segment in segments]
-        steps = {after - before for before, after in pairwise(slots)}
-        step = steps.pop() if len(steps) == 1 else None
+        gradients = [segment.gradient for segment in segments if segment.gradient is not None]
         learning = [index for index, segment in enumerate(segments) if segment.gradient is not None]
         counts = torch.tensor([segment.end - segment.start for segment in segments])
         scale_T = torch.repeat_interleave(torch.tensor([segment.scale for segment in segments]), counts)
         return _GroupTensors(
-            offs_G=counts.cumsum(0).to(device, torch.int32),
-            scale_T1=scale_T[:, None].to(device),
-            slots_G=torch.tensor(slots, device=device),
+            offs_G=to_device(counts.cumsum(0, dtype=torch.int32), device),
+            scale_T1=to_device(scale_T[:, None], device),
+            slots_G=to_device(torch.tensor(slots), device),
             first=slots[0],
-            step=step if step is not None and step > 0 else None,
-            learning=None if len(learning) == len(segments) else torch.tensor(learning, device=device),
-            gradients_L=torch.tensor([segments[index].gradient for index in learning], device=device),
+            step=_step(slots),
+            learning=None if len(learning) == len(segments) else to_device(torch.tensor(learning), device),
+            gradients_L=to_device(torch.tensor(gradients), device),
+            first_gradient=gradients[0] if gradients else 0,
+            gradient_step=_step(gradients) if len(gradients) == len(segments) else None,
         )
 
 
-@dataclass(slots=True, kw_only=True)
+def _step(slots: Sequence[int]) -> int | None:
+    """By which the slots go up, if it is always the same."""
+    steps = {after - before for before, after in pairwise(slots)} or {1}
+    step = steps.pop()
+    return step if not steps and step > 0 else None
+
+
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
 class LoraPass:
     """A pass's segments, resolved against the bank once, for all layers.
 
@@ -124,7 +142,12 @@ class LoraPass:
     segments: tuple[_Segment, ...]
     slabs: dict[int, _Slabs]
     products: Literal["auto", "loop", "grouped"] = "auto"
+    handle: torch.Tensor = field(init=False, repr=False, compare=False)
     _ranges: dict[tuple[int, int], tuple[_Run, ...]] = field(default_factory=dict)
+    _kept: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.handle = LORA_PASSES.take(self)
 
     @staticmethod
     def of(pass_: Pass, bank: AdapterBank, *, products: Literal["auto", "loop", "grouped"] = "auto") -> LoraPass | None:
@@ -189,6 +212,21 @@ class LoraPass:
     def trained(self, site_index: int) -> bool:
         return any(segment.trained[site_index] for segment in self.segments)
 
+    def whole(self, start: int, num_tokens: int) -> _Run | None:
+        """The run that is all of the stream's tokens ``start:start+num_tokens``."""
+        runs = self.runs(start, num_tokens)
+        return runs[0] if len(runs) == 1 and (runs[0].start, runs[0].end) == (0, num_tokens) else None
+
+    def keep(self, sites: list[int], saved: list[torch.Tensor]) -> None:
+        """For the backward of a compiled layer. A layer that runs twice is backed out of in reverse."""
+        self._kept.setdefault(sites[0], []).append(saved)
+
+    def kept(self, sites: list[int]) -> list[torch.Tensor]:
+        return self._kept[sites[0]].pop()
+
+
+LORA_PASSES: Handles[LoraPass] = Handles()
+
 
 def _cut(segment: _Segment, start: int, end: int) -> _Segment:
     return _Segment(
@@ -218,16 +256,26 @@ def _adjacent(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     return groups
 
 
+@dataclass(slots=True)
 class LoraChannel:
     """How the pass reaches the layers (transformers hands keywords to attention only). A plain attribute, read in
     forward and kept in the autograd context: on CUDA, backward runs in another thread, where no context variable is
-    seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call."""
+    seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call.
+
+    ``given``: an input that several layers share, and the outputs that wait for them (see ``MultiLoraLinear``).
+    """
 
     current: LoraPass | None = None
+    given: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
 
 class MultiLoraLinear(nn.Module):
-    """Stands where ``base`` (``nn.Linear``, or transformers' transposed ``Conv1D``) stood."""
+    """Stands where ``base`` (``nn.Linear``, or transformers' transposed ``Conv1D``) stood.
+
+    Layers that are called one after another on the same tensor (q, k, v; gate and up) can be joined: their weights then
+    lie one above the other and are one product, and so are the adapters' on the narrow side. The first to be called
+    computes for all, the others find their outputs in the channel.
+    """
 
     def __init__(self, base: nn.Module, site_index: int, site: LoraSite, channel: LoraChannel):
         super().__init__()
@@ -240,11 +288,36 @@ class MultiLoraLinear(nn.Module):
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
         self._recorded = torch.zeros((), requires_grad=True)
+        self._position = 0
+        self._widths: list[int] = [site.out_features]
+        self._joint: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        # A number that differs from layer to layer would make a graph for each: the sites are a tensor's contents.
+        self._sites = torch.tensor([site_index])
         if self.weight_OI.shape != (site.out_features, site.in_features):
             raise ServerError(
                 f"{site.name} has a weight of shape {tuple(self.weight_OI.shape)}, "
                 f"expected ({site.out_features}, {site.in_features})"
             )
+
+    @staticmethod
+    def join(layers: Sequence[MultiLoraLinear]) -> None:
+        """They are called on one tensor, in this order. Their weights become parts of one tensor; nothing is joined
+        where biases or kinds differ."""
+        bases = [layer.base for layer in layers]
+        if len({(type(base), base.bias is None) for base in bases}) > 1 or not isinstance(bases[0], nn.Linear):
+            return
+        weight_OI = torch.cat([base.weight.data for base in bases])
+        bias_O = None if bases[0].bias is None else torch.cat([base.bias.data for base in bases])
+        start = 0
+        for position, layer in enumerate(layers):
+            end = start + layer.site.out_features
+            layer.base.weight.data = weight_OI[start:end]
+            if bias_O is not None:
+                layer.base.bias.data = bias_O[start:end]
+            layer._position, start = position, end
+            layer._widths = [each.site.out_features for each in layers]
+            layer._sites = torch.tensor([each.site_index for each in layers])
+            layer._joint = (weight_OI, bias_O)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -262,77 +335,229 @@ class MultiLoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
         lora = self.channel.current
-        if lora is None or not lora.trained(self.site_index):
+        if lora is None or not (torch.compiler.is_compiling() or lora.trained(self.site_index)):
             return self.base(x)
-        x_TI = x.reshape(-1, self.site.in_features)
-        if torch.is_grad_enabled():
-            y_TO = _LoraLinear.apply(x_TI, self._recorded, self, lora)
+        if self._joint is None:
+            y_TO = self._output(x, self.weight_OI, self.bias, lora)
         else:
-            y_TO = self.base(x_TI)
-            lora_forward(x_TI, y_TO, self.site_index, lora)
+            given = self.channel.given
+            if self._position > 0 and given is not None and given[0] is x:
+                outputs = given[1]
+            else:
+                outputs = self._output(x, *self._joint, lora).split(self._widths, dim=1)
+            self.channel.given = (x, outputs) if self._position < len(self._widths) - 1 else None
+            y_TO = outputs[self._position]
         return y_TO.view(*x.shape[:-1], self.site.out_features)
+
+    def _output(
+        self, x: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, lora: LoraPass
+    ) -> torch.Tensor:
+        """Of all layers that are joined: [T, sum of widths]."""
+        x_TI = x.reshape(-1, self.site.in_features)
+        apply = _LoraLinear.apply if torch.is_grad_enabled() else _without_gradient
+        y_TO: torch.Tensor = apply(x_TI, self._recorded, weight_OI, bias_O, lora.handle, self._sites, self._widths)
+        return y_TO
+
+
+def _without_gradient(
+    x_TI: torch.Tensor,
+    recorded: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    forward = torch.ops.descant.lora_linear if torch.compiler.is_compiling() else _linear_op
+    y_TO: torch.Tensor = forward(x_TI, weight_OI, bias_O, handle, sites, widths)
+    return y_TO
 
 
 class _LoraLinear(torch.autograd.Function):
+    """In a compiled layer its two halves are operators, which know the pass by its number."""
+
     @staticmethod
     def forward(
-        ctx: Any, x_TI: torch.Tensor, recorded: torch.Tensor, layer: MultiLoraLinear, lora: LoraPass
+        ctx: Any,
+        x_TI: torch.Tensor,
+        recorded: torch.Tensor,
+        weight_OI: torch.Tensor,
+        bias_O: torch.Tensor | None,
+        handle: torch.Tensor,
+        sites: torch.Tensor,
+        widths: list[int],
     ) -> torch.Tensor:
-        y_TO = layer.base(x_TI)
-        ctx.save_for_backward(x_TI, *lora_forward(x_TI, y_TO, layer.site_index, lora))
-        ctx.layer, ctx.lora = layer, lora
+        ctx.widths = widths
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(x_TI, weight_OI, handle, sites)
+            y_TO: torch.Tensor = torch.ops.descant.lora_linear(x_TI, weight_OI, bias_O, handle, sites, widths)
+            return y_TO
+        ctx.lora = LORA_PASSES[handle]
+        y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, sites.tolist(), widths, ctx.lora)
+        ctx.save_for_backward(x_TI, weight_OI, handle, sites, *saved)
         return y_TO
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_TI, weight_OI, handle, sites, *saved = ctx.saved_tensors
         dy_TO = grad_outputs[0].contiguous()  # a sum's gradient comes with strides of 0
-        layer: MultiLoraLinear = ctx.layer
-        x_TI, *saved = ctx.saved_tensors
-        dx_TI = torch.mm(dy_TO, layer.weight_OI) if ctx.needs_input_grad[0] else None
-        lora_backward(x_TI, dy_TO, saved, layer.site_index, ctx.lora, dx_TI=dx_TI)
-        return dx_TI, None, None, None
+        dx_TI: torch.Tensor | None
+        if torch.compiler.is_compiling():
+            dx_TI = torch.ops.descant.lora_linear_backward(x_TI, dy_TO, weight_OI, handle, sites, ctx.widths)
+        else:
+            want_dx = ctx.needs_input_grad[0]
+            dx_TI = lora_linear_backward(
+                x_TI, dy_TO, weight_OI, saved, sites.tolist(), ctx.widths, ctx.lora, want_dx=want_dx
+            )
+        return dx_TI, None, None, None, None, None, None
+
+
+def _linear_op(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    lora, indices = LORA_PASSES[handle], sites.tolist()
+    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora)
+    lora.keep(indices, saved)
+    return y_TO
+
+
+def _linear_backward_op(
+    x_TI: torch.Tensor,
+    dy_TO: torch.Tensor,
+    weight_OI: torch.Tensor,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    """dX. dA and dB are added to gradient rows, of which the graph knows nothing."""
+    lora, indices = LORA_PASSES[handle], sites.tolist()
+    dx_TI = lora_linear_backward(x_TI, dy_TO, weight_OI, lora.kept(indices), indices, widths, lora, want_dx=True)
+    assert dx_TI is not None
+    return dx_TI
+
+
+_LIBRARY = torch.library.Library("descant", "FRAGMENT")
+_LIBRARY.define(
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+)
+_LIBRARY.define(
+    "lora_linear_backward(Tensor x, Tensor dy, Tensor weight, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+)
+_LIBRARY.impl("lora_linear", _linear_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("lora_linear_backward", _linear_backward_op, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("descant::lora_linear", lib=_LIBRARY)
+def _linear_shape(x_TI: torch.Tensor, weight_OI: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
+
+
+@torch.library.register_fake("descant::lora_linear_backward", lib=_LIBRARY)
+def _linear_backward_shape(x_TI: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape)
+
+
+# ---- base and adapters together
+
+
+def lora_linear(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    sites: Sequence[int],
+    widths: Sequence[int],
+    lora: LoraPass,
+    *,
+    start: int = 0,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """[T, sum of widths] for the stream's tokens ``start:start+T``, and what the backward needs. Where one grouped
+    product covers all tokens it comes first, and the base's is added to it where it lies: one pass over y less."""
+    run = lora.whole(start, len(x_TI))
+    if run is None or not run.trained(sites) or not _is_grouped(lora, run, x_TI, widths):
+        y_TO = F.linear(x_TI, weight_OI, bias_O)
+        return y_TO, lora_forward(x_TI, y_TO.split(list(widths), dim=1), sites, lora, start=start)
+    h_TR = _grouped_shrink(x_TI, sites, run)
+    y_TO = _grouped_additions(h_TR, sites, widths, run, bias_O)
+    return y_TO.addmm_(x_TI, weight_OI.t()), [h_TR]
+
+
+def lora_linear_backward(
+    x_TI: torch.Tensor,
+    dy_TO: torch.Tensor,
+    weight_OI: torch.Tensor,
+    saved: Sequence[torch.Tensor],
+    sites: Sequence[int],
+    widths: Sequence[int],
+    lora: LoraPass,
+    *,
+    start: int = 0,
+    want_dx: bool,
+) -> torch.Tensor | None:
+    """dX, where it is wanted; dA and dB go to the gradient rows."""
+    run = lora.whole(start, len(x_TI))
+    if run is None or not run.trained(sites) or not _is_grouped(lora, run, x_TI, widths):
+        dx_TI = torch.mm(dy_TO, weight_OI) if want_dx else None
+        lora_backward(x_TI, dy_TO.split(list(widths), dim=1), saved, sites, lora, dx_TI=dx_TI, start=start)
+        return dx_TI
+    dh_TR = _grouped_backward(x_TI, dy_TO, saved[0], sites, widths, run)
+    if not want_dx:
+        return None
+    return _times(run, dh_TR, _all_a(run, sites, x_TI.shape[1]).transpose(1, 2)).addmm_(dy_TO, weight_OI)
+
+
+# ---- the adapters' part alone, run by run
 
 
 def lora_forward(
-    x_TI: torch.Tensor, y_TO: torch.Tensor, site_index: int, lora: LoraPass, *, start: int = 0
+    x_TI: torch.Tensor, ys: Sequence[torch.Tensor], sites: Sequence[int], lora: LoraPass, *, start: int = 0
 ) -> list[torch.Tensor]:
-    """Adds the adapters' part to ``y`` in place for the stream's tokens ``start:start+T``; returns what
+    """Adds the adapters' part to each ``y`` [T, out] in place, for the stream's tokens ``start:start+T``; returns what
     ``lora_backward`` needs (the rank-wide intermediates)."""
-    saved = lora_intermediates(x_TI, y_TO.shape[1], site_index, lora, start=start)
+    widths = [y.shape[1] for y in ys]
+    saved = lora_intermediates(x_TI, widths, sites, lora, start=start)
     intermediates = iter(saved)
     for run in lora.runs(start, len(x_TI)):
-        if not run.trained(site_index):
+        if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, y_TO.shape[1]):
-            _grouped_expand(next(intermediates), y_TO, site_index, run)
-        else:
+        if _is_grouped(lora, run, x_TI, widths):
+            additions_TO = _grouped_additions(next(intermediates), sites, widths, run)
+            for y_TO, addition_TO in zip(ys, additions_TO.split(widths, dim=1)):
+                y_TO[run.start : run.end].add_(addition_TO)
+            continue
+        for site, y_TO in zip(sites, ys):
             for segment in run.segments:
-                if segment.trained[site_index]:
-                    _segment_expand(next(intermediates), y_TO, site_index, run.slabs, segment)
+                if segment.trained[site]:
+                    _segment_expand(next(intermediates), y_TO, site, run.slabs, segment)
     return saved
 
 
 def lora_intermediates(
-    x_TI: torch.Tensor, out_features: int, site_index: int, lora: LoraPass, *, start: int = 0
+    x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraPass, *, start: int = 0
 ) -> list[torch.Tensor]:
     """The first half of ``lora_forward``, and what it returns (a backward over fewer tokens computes it again)."""
     saved: list[torch.Tensor] = []
     for run in lora.runs(start, len(x_TI)):
-        if not run.trained(site_index):
+        if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, out_features):
-            saved.append(_grouped_shrink(x_TI, site_index, run))
-        else:
-            trained = [segment for segment in run.segments if segment.trained[site_index]]
-            saved.extend(_segment_shrink(x_TI, site_index, run.slabs, segment) for segment in trained)
+        if _is_grouped(lora, run, x_TI, widths):
+            saved.append(_grouped_shrink(x_TI, sites, run))
+            continue
+        for site in sites:
+            trained = [segment for segment in run.segments if segment.trained[site]]
+            saved.extend(_segment_shrink(x_TI, site, run.slabs, segment) for segment in trained)
     return saved
 
 
 def lora_backward(
     x_TI: torch.Tensor,
-    dy_TO: torch.Tensor,
-    saved: list[torch.Tensor],
-    site_index: int,
+    dys: Sequence[torch.Tensor],
+    saved: Sequence[torch.Tensor],
+    sites: Sequence[int],
     lora: LoraPass,
     *,
     dx_TI: torch.Tensor | None,
@@ -340,26 +565,31 @@ def lora_backward(
 ) -> None:
     """Adds the adapters' part of dX to ``dx_TI`` (None: not wanted), and dA, dB to the segments' gradient rows."""
     intermediates = iter(saved)
+    widths = [dy.shape[1] for dy in dys]
     for run in lora.runs(start, len(x_TI)):
-        if not run.trained(site_index):
+        if not run.trained(sites):
             continue
-        if _is_grouped(lora, run, x_TI, dy_TO.shape[1]):
-            _grouped_backward(x_TI, dy_TO, next(intermediates), site_index, run, dx_TI)
-        else:
+        if _is_grouped(lora, run, x_TI, widths):
+            tokens = slice(run.start, run.end)
+            dy_TO = dys[0][tokens] if len(dys) == 1 else torch.cat([dy[tokens] for dy in dys], dim=1)
+            dh_TR = _grouped_backward(x_TI[tokens], dy_TO, next(intermediates), sites, widths, run)
+            if dx_TI is not None:
+                dx_TI[tokens].add_(_times(run, dh_TR, _all_a(run, sites, x_TI.shape[1]).transpose(1, 2)))
+            continue
+        for site, dy_TO in zip(sites, dys):
             for segment in run.segments:
-                if segment.trained[site_index]:
-                    _segment_backward(x_TI, dy_TO, next(intermediates), site_index, run.slabs, segment, dx_TI)
+                if segment.trained[site]:
+                    _segment_backward(x_TI, dy_TO, next(intermediates), site, run.slabs, segment, dx_TI)
 
 
-def _is_grouped(lora: LoraPass, run: _Run, x_TI: torch.Tensor, out_features: int) -> bool:
+def _is_grouped(lora: LoraPass, run: _Run, x_TI: torch.Tensor, widths: Sequence[int]) -> bool:
     if lora.products != "auto":
         return lora.products == "grouped"
     return (
         x_TI.is_cuda
-        and len(run.segments) > 1
         and x_TI.dtype == torch.bfloat16  # others fall back to a loop that waits for the device
         and x_TI.shape[1] % 8 == 0  # strides of 16 bytes, or the CUDA context dies
-        and out_features % 8 == 0
+        and all(width % 8 == 0 for width in widths)
     )
 
 
@@ -415,55 +645,111 @@ def _segment_backward(
 
 def _stacked(run: _Run, offset: int, rows: int, columns: int) -> torch.Tensor:
     """[G, rows, columns] of the run's adapters: a view of the slab where their slots are evenly spaced."""
-    slab_SP, groups = run.slabs.work_SP, run.groups
+    slab_SP, num_groups = run.slabs.work_SP, len(run.segments)
     row = slab_SP.shape[1]
+    if num_groups == 1:
+        return slab_SP.as_strided((1, rows, columns), (row, columns, 1), run.segments[0].work * row + offset)
+    groups = run.groups
     if groups.step is not None:
-        shape, strides = (len(run.segments), rows, columns), (groups.step * row, columns, 1)
+        shape, strides = (num_groups, rows, columns), (groups.step * row, columns, 1)
         return slab_SP.as_strided(shape, strides, groups.first * row + offset)
     parts_SE = slab_SP[:, offset : offset + rows * columns]
     return parts_SE.index_select(0, groups.slots_G).view(-1, rows, columns)
 
 
-def _grouped_shrink(x_TI: torch.Tensor, site_index: int, run: _Run) -> torch.Tensor:
-    """Exactly the run's tokens go in: rows at and beyond the last offset would come out uninitialised."""
-    layout, groups = run.slabs.layout, run.groups
-    a_GRI = _stacked(run, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
-    h_TR = F.grouped_mm(x_TI[run.start : run.end], a_GRI.transpose(1, 2), offs=groups.offs_G)
-    return h_TR.mul_(groups.scale_T1)
+def _times(run: _Run, x_TK: torch.Tensor, weights_GNK: torch.Tensor) -> torch.Tensor:
+    """[T, N]: every group's rows by its own weight. Exactly the run's tokens go in: rows at and beyond the last offset
+    would come out uninitialised."""
+    if len(run.segments) == 1:
+        return torch.mm(x_TK, weights_GNK[0].t())
+    return F.grouped_mm(x_TK, weights_GNK.transpose(1, 2), offs=run.groups.offs_G)
 
 
-def _grouped_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, run: _Run) -> None:
+def _outer(run: _Run, a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
+    """[G, M, N]: the sum over every group's rows. A single group's comes in float32 where the library can."""
+    if len(run.segments) > 1:
+        return F.grouped_mm(a_TM.t(), b_TN, offs=run.groups.offs_G)
+    if a_TM.is_cuda and a_TM.dtype != torch.float32:
+        return torch.mm(a_TM.t(), b_TN, out_dtype=torch.float32).unsqueeze(0)
+    return torch.mm(a_TM.t(), b_TN).unsqueeze(0)
+
+
+def _all_a(run: _Run, sites: Sequence[int], in_features: int) -> torch.Tensor:
+    """[G, sites · R, in]: the A's of all sites, one above the other."""
     layout = run.slabs.layout
-    b_GOR = _stacked(run, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
-    y_TO[run.start : run.end].add_(F.grouped_mm(h_TR, b_GOR.transpose(1, 2), offs=run.groups.offs_G))
+    parts = [_stacked(run, layout.a_offset[site], layout.rank_class, in_features) for site in sites]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _all_b(run: _Run, sites: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
+    """[G, sum of widths, sites · R]: the B's of all sites along the diagonal. The zeros beside them cost arithmetic
+    that a product so narrow has to spare; a product for each site would cost another pass over y."""
+    layout, rank_class = run.slabs.layout, run.slabs.layout.rank_class
+    parts = [_stacked(run, layout.b_offset[site], width, rank_class) for site, width in zip(sites, widths)]
+    if len(parts) == 1:
+        return parts[0]
+    all_GOR = parts[0].new_zeros(len(run.segments), sum(widths), len(sites) * rank_class)
+    start = 0
+    for index, (part_GOR, width) in enumerate(zip(parts, widths)):
+        all_GOR[:, start : start + width, index * rank_class : (index + 1) * rank_class] = part_GOR
+        start += width
+    return all_GOR
+
+
+def _scaled(h_TR: torch.Tensor, run: _Run) -> torch.Tensor:
+    return h_TR.mul_(run.segments[0].scale if len(run.segments) == 1 else run.groups.scale_T1)
+
+
+def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], run: _Run) -> torch.Tensor:
+    """Scaled, [run's tokens, sites · R]: one reading of x for all sites."""
+    return _scaled(_times(run, x_TI[run.start : run.end], _all_a(run, sites, x_TI.shape[1])), run)
+
+
+def _grouped_additions(
+    h_TR: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[run's tokens, sum of widths]"""
+    additions_TO = _times(run, h_TR, _all_b(run, sites, widths))
+    return additions_TO if bias_O is None else additions_TO.add_(bias_O)
 
 
 def _grouped_backward(
     x_TI: torch.Tensor,
     dy_TO: torch.Tensor,
     h_TR: torch.Tensor,
-    site_index: int,
+    sites: Sequence[int],
+    widths: Sequence[int],
     run: _Run,
-    dx_TI: torch.Tensor | None,
-) -> None:
-    layout, groups, tokens = run.slabs.layout, run.groups, slice(run.start, run.end)
-    a, b = layout.a_offset[site_index], layout.b_offset[site_index]
-    dy = dy_TO[tokens]
-    b_GOR = _stacked(run, b, dy_TO.shape[1], layout.rank_class)
-    dh_TR = F.grouped_mm(dy, b_GOR, offs=groups.offs_G).mul_(groups.scale_T1)
-    if dx_TI is not None:
-        a_GRI = _stacked(run, a, layout.rank_class, x_TI.shape[1])
-        dx_TI[tokens].add_(F.grouped_mm(dh_TR, a_GRI, offs=groups.offs_G))
-    if len(groups.gradients_L) == 0:
-        return
-    _add_to_rows(run, a, F.grouped_mm(dh_TR.t(), x_TI[tokens], offs=groups.offs_G))
-    _add_to_rows(run, b, F.grouped_mm(dy.t(), h_TR, offs=groups.offs_G))
+) -> torch.Tensor:
+    """dA and dB of the run's tokens into the gradient rows; returns the scaled dh [run's tokens, sites · R]."""
+    dh_TR = _scaled(_times(run, dy_TO, _all_b(run, sites, widths).transpose(1, 2)), run)
+    if run.learns:
+        layout, rank_class = run.slabs.layout, run.slabs.layout.rank_class
+        da_GRI, db_GOR = _outer(run, dh_TR, x_TI), _outer(run, dy_TO, h_TR)
+        start = 0
+        for index, (site, width) in enumerate(zip(sites, widths)):
+            own = slice(index * rank_class, (index + 1) * rank_class)
+            _add_to_rows(run, layout.a_offset[site], da_GRI[:, own])
+            _add_to_rows(run, layout.b_offset[site], db_GOR[:, start : start + width, own])
+            start += width
+    return dh_TR
 
 
 def _add_to_rows(run: _Run, offset: int, parts_GMN: torch.Tensor) -> None:
+    _, rows, columns = parts_GMN.shape
+    slab_SP = run.slabs.gradient_SP
+    row = slab_SP.shape[1]
+    if len(run.segments) == 1:
+        (segment,) = run.segments
+        assert segment.gradient is not None
+        slab_SP.as_strided((rows, columns), (columns, 1), segment.gradient * row + offset).add_(parts_GMN[0])
+        return
     groups = run.groups
-    parts_GE = parts_GMN.flatten(1)
+    if groups.gradient_step is not None:
+        shape, strides = (len(parts_GMN), rows, columns), (groups.gradient_step * row, columns, 1)
+        slab_SP.as_strided(shape, strides, groups.first_gradient * row + offset).add_(parts_GMN)
+        return
     if groups.learning is not None:
-        parts_GE = parts_GE.index_select(0, groups.learning)
-    gradient_SE = run.slabs.gradient_SP[:, offset : offset + parts_GE.shape[1]]
-    gradient_SE.index_add_(0, groups.gradients_L, parts_GE.to(gradient_SE.dtype))
+        parts_GMN = parts_GMN.index_select(0, groups.learning)
+    gradient_SMN = slab_SP.as_strided((len(slab_SP), rows, columns), (row, columns, 1), offset)
+    gradient_SMN.index_add_(0, groups.gradients_L, parts_GMN.to(slab_SP.dtype))

@@ -13,10 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+Held = TypeVar("Held")
 
 PAGE_TOKENS = 64
 """Tokens in a KV page, and keys in one block of the attention: one number, so that a page is a block."""
@@ -75,7 +80,28 @@ class Prefix:
     length: int
 
 
-@dataclass(slots=True, kw_only=True)
+class Handles(Generic[Held]):
+    """Numbers for what a compiled layer must not see.
+
+    A graph is made once and serves every pass: what differs from pass to pass (lengths, adapters, rows) would make
+    another. So it travels as a number in an int64 tensor [] on the host, which the graph's operators look up here.
+    Objects are held weakly: whoever runs the pass keeps them until its backward is done.
+    """
+
+    def __init__(self) -> None:
+        self._objects: WeakValueDictionary[int, Held] = WeakValueDictionary()
+        self._numbers = count()
+
+    def take(self, held: Held) -> torch.Tensor:
+        number = next(self._numbers)
+        self._objects[number] = held
+        return torch.tensor(number)
+
+    def __getitem__(self, handle: torch.Tensor) -> Held:
+        return self._objects[int(handle)]
+
+
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
 class Pass:
     """``seq_lens`` (query tokens of each sequence, in stream order) sum to T. ``segments`` are disjoint and rising.
 
@@ -89,6 +115,10 @@ class Pass:
     segments: tuple[Segment, ...] = ()
     kv: KVPass | None = None
     cache: dict[str, object] = field(default_factory=dict)
+    handle: torch.Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.handle = PASSES.take(self)
 
     @property
     def num_tokens(self) -> int:
@@ -104,3 +134,13 @@ def stream_rows(seq_lens: Sequence[int], prefixes: Sequence[Prefix | None]) -> l
         rows.append(own if prefix is None else np.concatenate([rows[prefix.parent][: prefix.length], own]))
         start += length
     return rows
+
+
+PASSES: Handles[Pass] = Handles()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Without waiting for the device (a copy from memory that is not pinned waits for all work before it)."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from descant.errors import Gone, Lost, NotFound, Overloaded, ServerError, UserError
-from descant.ports import CheckpointStore, Clock, Engine, FutureStore, Trainer
+from descant.ports import CheckpointStore, Clock, Engine, FutureStore, Progress, Trainer
 from descant.service import samplers
 from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRecord, SessionRecord
 from descant.service.jobs import Job, Jobs
@@ -907,7 +907,12 @@ class Service:
         if job is None:
             return f"{state.operation} is about to end"
         model = self._models.get(job.model_id) if job.model_id is not None else None
-        return (model.queue.reason(job) if model is not None else None) or self._jobs.reason(job)
+        waits_for_id = model.queue.reason(job) if model is not None else None
+        if waits_for_id is not None:
+            return waits_for_id
+        backend = self._backends.get(job.base)
+        running = backend.trainer.running() if backend is not None and isinstance(backend.trainer, Progress) else ""
+        return self._jobs.reason(job) + (f"; now runs {running}" if running else "")
 
 
 # --------------------------------------------------------------------------------------------------------------------

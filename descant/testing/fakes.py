@@ -203,13 +203,17 @@ def _loss(loss_fn: str, config: Mapping[str, float], inputs: Mapping[str, np.nda
 
 
 class FakeTrainer:
-    """``Trainer`` over a ``FakeWorld``. One task runs commands, models by turns, each model's in order."""
+    """``Trainer`` and ``Progress`` over a ``FakeWorld``. One task runs a model's commands, in order."""
 
     def __init__(self, world: FakeWorld):
         self.world = world
         self.facts = world.facts
         self._queues: dict[str, deque[tuple[Command, asyncio.Future[Result]]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._running: list[Command] = []
+
+    def running(self) -> str:
+        return ", ".join(type(command).__name__ for command in self._running)
 
     def submit(self, command: Command) -> asyncio.Future[Result]:
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -226,6 +230,7 @@ class FakeTrainer:
         while queue:
             command, future = queue.popleft()
             await asyncio.sleep(0)
+            self._running.append(command)
             try:
                 await self.world.hook(command)
                 result = self._execute(command)
@@ -240,6 +245,8 @@ class FakeTrainer:
             else:
                 if not future.done():
                     future.set_result(result)
+            finally:
+                self._running.remove(command)
         del self._queues[model_id]
 
     def _remember_failure(self, command: Command, error: Exception) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from descant.errors import UserError
@@ -28,12 +31,22 @@ def adamw(
     exceed it or a moment would not be finite; weights and moments are as before then.
     """
     # in float64 a finite gradient has a finite norm: the squares of 1e20 are beyond float32
-    norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    norm, *highest = _one_wait(
+        torch.linalg.vector_norm(gradient, dtype=torch.float64),
+        *(torch.stack(torch.aminmax(tensor)).abs().amax().double() for tensor in (weights, moment1, moment2)),
+    )
+    clipped = norm
     if params.grad_clip_norm > 0:
-        gradient.mul_(min(1.0, params.grad_clip_norm / (norm + 1e-6)))
+        factor = min(1.0, params.grad_clip_norm / (norm + 1e-6))
+        gradient.mul_(factor)
+        clipped = norm * factor
 
     state = (weights, moment1, moment2)
-    before = [tensor.clone() for tensor in state]
+    limits = (limit, torch.finfo(moment1.dtype).max, torch.finfo(moment2.dtype).max)
+    # Copies to go back to cost more than the step: they are made only where a bound does not exclude the need.
+    bounds = _bounds(clipped, highest, step, params)
+    is_safe = all(2 * bound <= most for bound, most in zip(bounds, limits))
+    before = [] if is_safe else [tensor.clone() for tensor in state]
     torch._fused_adamw_(
         [weights],
         [gradient],
@@ -49,7 +62,7 @@ def adamw(
         amsgrad=False,
         maximize=False,
     )
-    if not _within(state, (limit, torch.finfo(moment1.dtype).max, torch.finfo(moment2.dtype).max)):
+    if not is_safe and not _within(state, limits):
         for tensor, saved in zip(state, before, strict=True):
             tensor.copy_(saved)
         raise UserError(
@@ -57,6 +70,23 @@ def adamw(
             "a moment not finite, expected finite ones; weights are unchanged"
         )
     return norm
+
+
+def _one_wait(*numbers: torch.Tensor) -> list[float]:
+    values: list[float] = torch.stack(numbers).tolist()
+    return values
+
+
+def _bounds(norm: float, highest: Sequence[float], step: int, params: AdamParams) -> tuple[float, float, float]:
+    """What no weight and no moment can exceed after the step, from the gradient's norm and the largest of each
+    now. Infinite or NaN where nothing is known."""
+    weight, moment1, moment2 = highest
+    moment1 = params.beta1 * moment1 + (1 - params.beta1) * norm
+    moment2 = params.beta2 * moment2 + (1 - params.beta2) * norm * norm
+    correction = (1 - params.beta1**step) * params.eps  # the root of moment2 only makes the step smaller
+    update = moment1 / correction if correction > 0 else math.inf
+    rate = abs(params.learning_rate)
+    return weight * (1 + rate * abs(params.weight_decay)) + rate * update, moment1, moment2
 
 
 def _within(tensors: tuple[torch.Tensor, ...], limits: tuple[float, ...]) -> bool:

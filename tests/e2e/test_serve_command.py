@@ -7,50 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tinker
 from tinker import types
 
+from descant.testing.server import END_S, START_S, Server, serve
 from descant.testing.tiny import tiny_model
-
-START_S = 180
-END_S = 60
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    printed: list[str]
-
-
-@contextmanager
-def serve(model: Path, data_dir: Path) -> Iterator[Server]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "descant.cli", "serve", str(model), "--port", "0"]
-    with (data_dir.parent / "server.log").open("ab") as log:
-        process = subprocess.Popen(
-            [*command, "--set", f"data_dir={data_dir}"], stdout=subprocess.PIPE, stderr=log, text=True, env=environment
-        )
-    try:
-        assert process.stdout is not None
-        printed = []
-        for line in process.stdout:  # ends with the process, which ends with its own deadlines
-            printed.append(line.strip())
-            if line.strip().startswith("export TINKER_API_KEY"):
-                break
-        urls = [line.partition("=")[2] for line in printed if line.startswith("export TINKER_BASE_URL=")]
-        assert urls, (data_dir.parent / "server.log").read_text()
-        yield Server(process, urls[0], printed)
-    finally:
-        process.kill()
-        process.wait(END_S)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +106,53 @@ def test_a_signal_ends_server_and_rank_and_a_checkpoint_goes_on(model: Path, tmp
         service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
         resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
         assert loss(resumed) == expected
+
+
+def test_what_survives_when_every_process_is_killed(model: Path, tmp_path: Path):
+    """The client lives on through the restart, on the same port: its session, its results and its checkpoints are
+    there; its model is not, and says so at once."""
+    key = {"X-API-Key": "tml-test-key-1"}
+    with serve(model, tmp_path / "data") as server:
+        _, client = create(server.url, model)
+        step(client)
+        path = client.save_state("before").result(timeout=END_S).path
+        named = client.save_weights_for_sampler("named").result(timeout=END_S).path
+        sampler = client.create_sampling_client(named).result(timeout=END_S)
+        ephemeral = client.save_weights_and_get_sampling_client().result(timeout=END_S)
+        prompt, greedy = types.ModelInput.from_ints([10, 11, 12]), types.SamplingParams(max_tokens=5, temperature=0.0)
+        expected = sampler.sample(prompt, 1, greedy).result(timeout=END_S).sequences[0].tokens
+        body = {"model_id": client.model_id, "path": "before", "seq_id": 3}  # sent again, to learn its request id
+        request_id = httpx.post(f"{server.url}/api/v1/save_weights", json=body, headers=key).json()["request_id"]
+        result = retrieve(server.url, request_id, key)
+        assert result["path"] == path
+        [pid] = rank_pids(server)
+        server.process.kill()
+        server.process.wait(END_S)
+    port = int(server.url.rsplit(":", 1)[1])
+    with serve(model, tmp_path / "data", f"server.port={port}") as server:
+        assert not Path(f"/proc/{pid}").exists()
+        assert retrieve(server.url, request_id, key) == result
+        session = client.model_id.partition(":")[0]
+        beat = httpx.post(f"{server.url}/api/v1/session_heartbeat", json={"session_id": session}, headers=key)
+        assert beat.status_code == 200
+        began = time.monotonic()
+        with pytest.raises(tinker.RequestFailedError, match=path):
+            loss(client)
+        with pytest.raises(tinker.RequestFailedError, match="tinker://"):
+            ephemeral.sample(prompt, 1, greedy).result(timeout=END_S)
+        assert time.monotonic() - began < END_S / 2
+        assert sampler.sample(prompt, 1, greedy).result(timeout=END_S).sequences[0].tokens == expected
+        service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
+        resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
+        step(resumed)
+
+
+def retrieve(url: str, request_id: str, key: dict[str, str]) -> dict[str, str]:
+    answer = httpx.post(
+        f"{url}/api/v1/retrieve_future", json={"request_id": request_id}, headers=key, timeout=END_S
+    ).json()
+    assert isinstance(answer, dict)
+    return answer
 
 
 def test_a_model_that_cannot_be_served_is_a_sentence_and_code_2(tmp_path: Path):

@@ -25,10 +25,10 @@ ADAPTERS = {"a": 4, "b": 8, "c": 16, "d": 64, "e": 1, "f": 256}
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[[str, str, torch.dtype], BaseModel]:
-    def make(arch: str, device: str, dtype: torch.dtype) -> BaseModel:
+    def make(arch: str, device: str, dtype: torch.dtype, *, compile: bool = False) -> BaseModel:
         directory = tiny_model(arch, tmp_path / arch)
         source = ModelSource(name=arch, directory=directory)
-        return load_model(source, device=torch.device(device), dtype=dtype)
+        return load_model(source, device=torch.device(device), dtype=dtype, compile=compile)
 
     return make
 
@@ -68,6 +68,14 @@ def test_bf16_on_the_gpu_is_as_near_to_fp32_as_on_the_cpu(load: Callable[..., Ba
     cpu, cuda = (gradients(load(arch, device, torch.bfloat16)) for device in ("cpu", "cuda"))
     for name in ADAPTERS:
         assert relative(cuda[name], exact[name]) <= 2 * relative(cpu[name], exact[name]) + 0.02, name
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_compiled_layers_on_the_gpu_are_as_near_to_fp32(load: Callable[..., BaseModel], arch: str) -> None:
+    exact = gradients(load(arch, "cpu", torch.float32))
+    plain, compiled = (gradients(load(arch, "cuda", torch.bfloat16, compile=compile)) for compile in (False, True))
+    for name in ADAPTERS:
+        assert relative(compiled[name], exact[name]) <= 1.2 * relative(plain[name], exact[name]) + 0.003, name
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])

@@ -34,7 +34,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 MAY_IMPORT_ANYTHING = {"app", "cli", "demo", "testing"}
 
 WEB = {"fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop"}
-SQL = {"sqlalchemy", "aiosqlite"}
+SQL = {"sqlalchemy"}
 TORCH = {"torch", "transformers", "safetensors", "peft"}
 MAY_NOT_IMPORT: Mapping[str, set[str]] = {
     "types": WEB | SQL | TORCH,

@@ -112,14 +112,20 @@ def test_logprobs_and_gradients_equal_autograd(options: dict[str, float], chunk_
 
 
 @pytest.mark.parametrize("options", VARIANTS)
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 20, 1024])
-def test_a_token_with_several_places(options: dict[str, float], chunk_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("chunk_tokens", "num_targets", "compiled"),
+    [(1, 2, False), (7, 2, False), (20, 1, False), (1024, 2, False), (20, 1, True), (1024, 1, True)],
+)
+def test_a_token_with_several_places(
+    options: dict[str, float], chunk_tokens: int, num_targets: int, compiled: bool
+) -> None:
     """Some tokens have none, some one, some six, with targets that differ, agree, or pull against each other."""
     torch.manual_seed(0)
     bank, head = make_bank(), make_head(**options)  # type: ignore[arg-type]
+    head.compiled = compiled
     tokens = torch.repeat_interleave(torch.arange(TOKENS), torch.tensor([1, 1, 0, 6, 2] * (TOKENS // 5)))
-    hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (len(tokens), 2))
-    dlogprobs = torch.randn(len(tokens), 2)
+    hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (len(tokens), num_targets))
+    dlogprobs = torch.randn(len(tokens), num_targets)
     six = (tokens == 8).nonzero().flatten()
     targets[six[:3]] = targets[six[0]].clone()
     dlogprobs[six[1]] = -dlogprobs[six[0]]

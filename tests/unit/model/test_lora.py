@@ -393,7 +393,7 @@ def test_on_cuda_grouped_products_are_chosen_and_equal_the_loop() -> None:
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
     runs = lora.runs(0, len(x))
     assert max(len(run_.segments) for run_ in runs) >= 4
-    assert any(_is_grouped(lora, run_, x, OUT) for run_ in runs)
+    assert any(_is_grouped(lora, run_, x, [OUT]) for run_ in runs)
 
 
 def test_no_adapter_no_pass_and_nothing_recorded() -> None:
@@ -432,3 +432,64 @@ def test_a_selection_keeps_each_token_with_its_adapter() -> None:
         (3, 4, bank["m1"].work),
     ]
     assert lora.select([0, 1, 10]) is None
+
+
+JOINT_SITES = tuple(
+    LoraSite(name=f"layers.0.self_attn.{name}", group="attn", in_features=IN, out_features=width)
+    for name, width in (("q_proj", 40), ("k_proj", 16), ("v_proj", 24))
+)
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "bounds",
+    [[(0, 60)], [(0, 20), (20, 45), (45, 60)], [(3, 20), (20, 45), (50, 58)]],
+    ids=["one adapter", "three", "three with gaps"],
+)
+def test_layers_joined_on_one_input_equal_the_same_apart(
+    products: str, bias: bool, bounds: list[tuple[int, int]]
+) -> None:
+    x, dys, results = torch.randn(1, TOKENS, IN), [torch.randn(1, TOKENS, s.out_features) for s in JOINT_SITES], []
+    for joined in (False, True):
+        torch.manual_seed(4)
+        bank, channel = AdapterBank(JOINT_SITES, device=torch.device("cpu"), dtype=torch.float32), LoraChannel()
+        for index in range(len(bounds)):
+            bank.create(f"m{index}", LoraConfig(rank=5 + index, seed=index))
+            randomise(bank, f"m{index}", seed=index)
+        layers = [
+            MultiLoraLinear(nn.Linear(IN, site.out_features, bias=bias).requires_grad_(False), index, site, channel)
+            for index, site in enumerate(JOINT_SITES)
+        ]
+        if joined:
+            MultiLoraLinear.join(layers)
+        segments = tuple(segment(bank, f"m{i}", lo, hi) for i, (lo, hi) in enumerate(bounds))
+        pass_ = Pass(seq_lens=(TOKENS,), segments=segments)
+        channel.current = LoraPass.of(pass_, bank, products=products)  # type: ignore[arg-type]
+        leaf = x.clone().requires_grad_()
+        ys = [layer(leaf) for layer in layers]
+        assert channel.given is None
+        torch.autograd.backward(ys, dys)
+        with torch.no_grad():
+            scored = [layer(leaf) for layer in layers]
+        rows = [bank.gradient(f"m{index}").clone() for index in range(len(bounds))]
+        results.append([*[y.detach() for y in ys], *scored, leaf.grad, *rows])
+    for got, want in zip(*results, strict=True):
+        assert_close(got, want, 2e-6)
+
+
+def test_joined_layers_on_other_inputs_compute_for_themselves() -> None:
+    bank, channel = AdapterBank(JOINT_SITES, device=torch.device("cpu"), dtype=torch.float32), LoraChannel()
+    bank.create("m0", LoraConfig(rank=8, seed=0))
+    randomise(bank, "m0", seed=0)
+    layers = [
+        MultiLoraLinear(nn.Linear(IN, site.out_features).requires_grad_(False), index, site, channel)
+        for index, site in enumerate(JOINT_SITES)
+    ]
+    x, other = torch.randn(TOKENS, IN), torch.randn(TOKENS, IN)
+    pass_ = Pass(seq_lens=(TOKENS,), segments=(segment(bank, "m0", 0, TOKENS),))
+    channel.current = LoraPass.of(pass_, bank)
+    want = layers[1](other).detach()
+    MultiLoraLinear.join(layers)
+    layers[0](x)
+    assert_close(layers[1](other).detach(), want, 1e-6)

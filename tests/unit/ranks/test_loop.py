@@ -29,17 +29,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Seen(Worker):
-    """Notes the turns; ``sabotage`` names a method that raises once."""
+    """Notes the turns; ``sabotage`` says which call of a method, counted from 1, raises."""
 
     def __init__(self, worker: Worker):
         self.__dict__.update(worker.__dict__)
         self.turns: list[Any] = []
-        self.sabotage: set[str] = set()
+        self.sabotage: dict[str, int] = {}
 
     def _note(self, name: str, turn: Any) -> None:
         self.turns.append(turn)
-        if name in self.sabotage:
-            self.sabotage.remove(name)
+        self.sabotage[name] = self.sabotage.get(name, 0) - 1
+        if self.sabotage[name] == 0:
             raise RuntimeError(f"{name}: secret detail")
 
     def microbatch(self, turn: Any) -> Any:
@@ -133,13 +133,14 @@ async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> N
     assert metrics["wait_ms:max"] >= 0
 
 
-async def test_a_pass_that_breaks_fails_what_was_in_it_and_no_more(rank: tuple[Replica, Seen]) -> None:
+@pytest.mark.parametrize("which", [1, 2], ids=["as it is opened", "when half of it has run"])
+async def test_a_pass_that_breaks_fails_what_was_in_it_and_no_more(rank: tuple[Replica, Seen], which: int) -> None:
     replica, seen = rank
     model, other = Model(replica, "model"), Model(replica, "other")
     await asyncio.gather(result(model.create()), result(other.create()))
     before = await model.loss()
-    seen.sabotage = {"microbatch"}
-    broken, step = model.backward(), model.step()
+    seen.sabotage = {"microbatch": which}
+    broken, step = model.backward((datum(list(range(1, 15))),) * 3), model.step()
     failure = await error(broken, ServerError)
     assert "RuntimeError" in str(failure)
     assert "secret" not in str(failure)
@@ -154,7 +155,7 @@ async def test_a_pass_that_breaks_fails_what_was_in_it_and_no_more(rank: tuple[R
 async def test_a_row_turn_that_breaks_fails_its_commands(rank: tuple[Replica, Seen]) -> None:
     replica, seen = rank
     model = Model(replica)
-    seen.sabotage = {"rows"}
+    seen.sabotage = {"rows": 1}
     await error(model.create(), ServerError)
     await result(model.create())
     await model.train(1)
@@ -162,7 +163,7 @@ async def test_a_row_turn_that_breaks_fails_its_commands(rank: tuple[Replica, Se
 
 async def test_a_step_that_breaks_fails_its_requests(rank: tuple[Replica, Seen]) -> None:
     replica, seen = rank
-    seen.sabotage = {"sample_step"}
+    seen.sabotage = {"sample_step": 1}
     with pytest.raises(ServerError, match="RuntimeError"):
         await sampled(replica, request())
     assert len((await sampled(replica, request())).tokens()) == 4

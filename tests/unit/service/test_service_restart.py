@@ -10,6 +10,7 @@ import pytest
 from service_harness import BASE, Harness, forward_backward
 
 from descant.errors import Gone, Lost, NotFound, RankDied, ServerError
+from descant.service.catalogue import Catalogue
 from descant.service.futures import SqlFutureStore
 from descant.types import ForwardBackward, SampleOutput, SampleRequest, WeightsLoaded
 
@@ -179,8 +180,22 @@ async def test_a_restarted_backend_loses_its_models_and_nothing_else(harness: Ha
     assert isinstance(await harness.error(await harness.sample(ephemeral)), Lost)
     assert isinstance(await harness.greedy(path_sampler, 1), SampleOutput)
     await harness.result(await harness.fb(elsewhere, 1))
+    record = await Catalogue(harness.database).model(elsewhere)
+    assert record is not None
+    assert record.status == "live"
     await harness.model(session, model_seq_id=2)
     block.set()
+
+
+async def test_what_comes_while_a_loss_is_written_down_is_lost_too(harness: Harness) -> None:
+    model = await harness.model()
+    num_commands = len(harness.trainer.commands)
+    _, *sent = await asyncio.gather(
+        harness.service.backend_restarted("fake"), *(harness.fb(model, seq_id) for seq_id in range(1, 6))
+    )
+    for submitted in sent:
+        assert isinstance(await harness.error(submitted), Lost)
+    assert len(harness.trainer.commands) == num_commands
 
 
 async def test_a_rank_that_dies_is_named_by_what_it_ran(harness: Harness) -> None:

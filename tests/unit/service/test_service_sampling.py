@@ -56,16 +56,20 @@ async def test_a_path_is_published_once_and_only_when_sampled(harness: Harness) 
     model = await harness.model(session)
     saved = await harness.result(await harness.sampler(model, 1, name="s"))
     published = []
+    release = asyncio.Event()
 
     async def hook(what: object) -> None:
         if isinstance(what, SnapshotRef):
             published.append(what)
-            await settle()  # so that the others come meanwhile
+            await release.wait()
 
     harness.hook = hook
     ids = [await sampler(harness, session, number, saved.path) for number in range(3)]
     assert not published
-    for submitted in await asyncio.gather(*(harness.sample(id_) for id_ in ids)):
+    sent = [await harness.sample(id_) for id_ in ids]
+    await harness.until(lambda: bool(published))
+    release.set()
+    for submitted in sent:
         await harness.result(submitted)
     assert [ref.version for ref in published] == [Version(model_id=model, number=1)]
 

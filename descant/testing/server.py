@@ -1,0 +1,49 @@
+"""``descant serve`` as a process of its own, for tests that go through everything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_S = 180
+"""Longest wait for a server to be ready."""
+
+END_S = 60
+"""Longest wait for anything else."""
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    printed: list[str]
+
+
+@contextmanager
+def serve(model: Path, data_dir: Path, *settings: str) -> Iterator[Server]:
+    """Yields when requests are served; kills the server (and with it its rank) at the end. ``settings``: ``a.b=c``.
+    Its log goes to ``server.log`` beside ``data_dir``."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "descant.cli", "serve", str(model)]
+    for setting in (f"data_dir={data_dir}", "server.port=0", *settings):
+        command += ["--set", setting]
+    with (data_dir.parent / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        printed = []
+        for line in process.stdout:  # ends with the process, which ends with its own deadlines
+            printed.append(line.strip())
+            if line.strip().startswith("export TINKER_API_KEY"):
+                break
+        urls = [line.partition("=")[2] for line in printed if line.startswith("export TINKER_BASE_URL=")]
+        assert urls, (data_dir.parent / "server.log").read_text()
+        yield Server(process, urls[0], printed)
+    finally:
+        process.kill()
+        process.wait(END_S)
