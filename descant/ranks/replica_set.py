@@ -184,18 +184,25 @@ class ReplicaSet:
         cls,
         specs: Sequence[RankSpec],
         *,
-        on_phase: Phase | None = None,
+        on_phase: Callable[[int, str], None] | None = None,
         on_death: Callable[[int], None] | None = None,
     ) -> ReplicaSet:
         """Starts a rank for each spec and waits until all serve. Raises what ``Replica.start`` raises, having ended
-        the others. ``on_death`` is told the number of a replica that died, after all that was pending on it failed."""
+        the others. ``on_phase`` is told each step of a replica's start, ``on_death`` the number of one that died,
+        after all that was pending on it failed."""
 
         def died(index: int, _: RankDied) -> None:
             if on_death is not None:
                 on_death(index)
 
         starting = [
-            asyncio.ensure_future(Replica.start(spec, on_phase=on_phase, on_death=partial(died, index)))
+            asyncio.ensure_future(
+                Replica.start(
+                    spec,
+                    on_phase=None if on_phase is None else partial(on_phase, index),
+                    on_death=partial(died, index),
+                )
+            )
             for index, spec in enumerate(specs)
         ]
         try:
