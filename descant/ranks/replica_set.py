@@ -241,6 +241,11 @@ class ReplicaSet:
         """Replicas that do not serve now."""
         return [index for index, member in enumerate(self._members) if not member.serving]
 
+    def home(self, model_id: str) -> int | None:
+        """The replica that a model lives on."""
+        home = self._homes.get(model_id)
+        return None if home is None else home.replica
+
     def lost(self, index: int) -> LostWithReplica:
         """To be asked once a replica has died and before it is restarted. Adapters that are being moved away from it
         are lost too, wherever the move has come to."""
