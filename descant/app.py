@@ -137,7 +137,7 @@ class Keeper:
         assert replicas is not None
 
         async def lose() -> None:
-            lost = replicas.lost(index)
+            lost = replicas.bury(index)
             await service.backend_restarted(replicas.facts.name, models=lost.models, versions=lost.versions)
 
         async def restart() -> None:

@@ -3,7 +3,7 @@
     replicas = await ReplicaSet.start(rank_specs(spec, gpus=("0", "1"), num_cores=8), on_death=...)
     future = replicas.submit(command)          # to the replica where the model lives; a new one to the least loaded
     …
-    lost = replicas.lost(index)                # after a death: what was there and nowhere else; the others go on
+    lost = replicas.bury(index)                # after a death: what was there and nowhere else; the others go on
     await replicas.restart(index)
     await replicas.rebalance()                 # now and then
 
@@ -115,7 +115,6 @@ class _Home:
     """Number of the last command that may have changed the weights."""
     held: list[tuple[Command, asyncio.Future[Result]]] | None = None
     """While it moves: what was submitted meanwhile, in order."""
-    lost: bool = False
 
     @property
     def at_rest(self) -> bool:
@@ -127,11 +126,12 @@ class _Places:
     """Where a version's weights are."""
 
     taken_on: int | None = None
-    """The replica that holds the snapshot for a save, until it is dropped."""
+    """The replica that holds the snapshot, until it is dropped."""
     row_on: int | None = None
     """The replica that keeps the row of an ephemeral snapshot, until the version is released."""
     published: set[int] = field(default_factory=set)
-    directory: str | None = None
+    on_file: SnapshotRef | None = None
+    """What it was published by, if that named a directory."""
     source: tuple[_Home, int] | None = None
     """The model, and the number of its last change, that the weights are of."""
     tried: set[int] = field(default_factory=set)
@@ -246,30 +246,29 @@ class ReplicaSet:
         home = self._homes.get(model_id)
         return None if home is None else home.replica
 
-    def lost(self, index: int) -> LostWithReplica:
-        """To be asked once a replica has died and before it is restarted. Adapters that are being moved away from it
-        are lost too, wherever the move has come to."""
-        models = self._lose(index)
-        versions = {v for v, places in self._places.items() if places.replicas and places.replicas <= {index}}
-        return LostWithReplica(models=frozenset(models), versions=frozenset(versions))
-
-    async def restart(self, index: int, *, on_phase: Phase | None = None) -> None:
-        """A new rank for one that died, holding nothing. Raises ``ServerError`` if it does not come to serve."""
-        for model_id in self._lose(index):
+    def bury(self, index: int) -> LostWithReplica:
+        """Once a replica has died: forgets what it held, and says what of it is nowhere else. An adapter that was being
+        moved away from it is among that, however far the move has come. Until then requests for what it held fail with
+        ``RankDied``, afterwards with ``NotFound``."""
+        models = {model_id for model_id, home in self._homes.items() if home.replica == index}
+        for model_id in models:
             del self._homes[model_id]
+        versions = set()
         for version, places in list(self._places.items()):
+            was_served = bool(places.replicas)
             places.published.discard(index)
             places.tried.discard(index)
             places.taken_on = None if places.taken_on == index else places.taken_on
             places.row_on = None if places.row_on == index else places.row_on
             self._forget_if_nowhere(version)
-        await self._members[index].restart(on_phase=on_phase)
+            if was_served and not places.replicas:
+                versions.add(version)
+        return LostWithReplica(models=frozenset(models), versions=frozenset(versions))
 
-    def _lose(self, index: int) -> list[str]:
-        lost = [home for home in self._homes.values() if home.replica == index]
-        for home in lost:
-            home.lost = True
-        return [home.model_id for home in lost]
+    async def restart(self, index: int, *, on_phase: Phase | None = None) -> None:
+        """A new rank for one that died, holding nothing. Raises ``ServerError`` if it does not come to serve."""
+        self.bury(index)
+        await self._members[index].restart(on_phase=on_phase)
 
     # ------------------------------------------------------------------------------------------------ Trainer
     def submit(self, command: Command) -> asyncio.Future[Result]:
@@ -323,7 +322,7 @@ class ReplicaSet:
         await self._members[index].publish(ref)
         places = self._places.setdefault(ref.version, _Places())
         places.published.add(index)
-        places.directory = ref.directory
+        places.on_file = None if ref.directory is None else ref
 
     async def release(self, version: Version) -> None:
         places = self._places.get(version)
@@ -367,7 +366,7 @@ class ReplicaSet:
         }
         for move in rebalance(placed, background):
             home = self._homes.get(move.model_id)
-            if home is not None and home.at_rest and home.replica == move.source and not home.lost:
+            if home is not None and home.at_rest and home.replica == move.source:
                 num_moved += await self._move(home, move.target)
         return num_moved
 
@@ -382,7 +381,7 @@ class ReplicaSet:
                 # From here to the end of the block nothing is awaited: it lives in one place, whoever asks.
                 if not there.serving:
                     return False
-                if home.lost:  # with the replica that it was to leave, and its owner has been told
+                if self._homes.get(home.model_id) is not home:  # it died with the replica that it was to leave
                     _look_at(there.submit(self._deletion(home)))
                     return False
                 home.replica = target
@@ -411,7 +410,7 @@ class ReplicaSet:
         except (DescantError, OSError) as error:
             log.warning("a version could not be copied to replica %d: %s", target, error)
         places.copying = None
-        if copied and places.replicas:
+        if copied and self._places.get(version) is places:
             places.published.add(target)
             log.info("a version that is sampled much was copied to replica %d", target)
         elif there.serving:
@@ -419,24 +418,12 @@ class ReplicaSet:
 
     @staticmethod
     async def _published_from_file(version: Version, places: _Places, there: Member) -> bool:
-        directory = places.directory
-        if directory is None:
+        ref = places.on_file
+        if ref is None or ref.directory is None:
             return False
-        manifest = await asyncio.to_thread(read_manifest, directory)
-        if manifest.applied_seq_id != version.number:
-            return False
-        ref = SnapshotRef(
-            version=version,
-            kind="sampler",
-            lora=manifest.lora,
-            step=manifest.step,
-            applied_seq_id=manifest.applied_seq_id,
-            has_pending_gradient=False,
-            directory=directory,
-        )
         await there.publish(ref)
-        # It may have been replaced under the same name while it was read. A number never comes back.
-        return (await asyncio.to_thread(read_manifest, directory)).applied_seq_id == version.number
+        # It may have been replaced under the same name by the time it was read. A number never comes back.
+        return (await asyncio.to_thread(read_manifest, ref.directory)).applied_seq_id == version.number
 
     async def _published_from_model(self, version: Version, places: _Places, there: Member) -> bool:
         """A rank does not hand out a row, but the model may still be what it was when it was published."""
@@ -586,9 +573,8 @@ class ReplicaSet:
                 case Snapshot():
                     version = Version(model_id=command.model_id, number=command.seq_id)
                     places = self._places.setdefault(version, _Places(source=(home, changed)))
-                    if command.for_disk:
-                        places.taken_on = replica
-                    else:
+                    places.taken_on = replica
+                    if not command.for_disk:
                         places.row_on = replica
         gone = not home.exists and home.num_open == 0 and home.held is None
         if gone and self._homes.get(home.model_id) is home and self._members[home.replica].alive:

@@ -169,6 +169,8 @@ async def ephemeral(model: Model) -> SnapshotRef:
 async def published(two: Replicas, model: Model) -> Version:
     ref = await ephemeral(model)
     await two.publish(ref)
+    await two.drop(ref)
+    await two.drop(ref)
     return ref.version
 
 
@@ -190,12 +192,26 @@ async def test_models_are_spread_and_their_commands_follow(two: Replicas) -> Non
 
 async def test_a_model_that_was_deleted_makes_room_and_one_that_failed_takes_none(two: Replicas) -> None:
     one, other = await two.model("one"), await two.model("other")
-    await error(Model(two, "impossible").create(LoraConfig(rank=0)))
     await result(other.send(DeleteModel))
+    for number in range(3):
+        await error(Model(two, f"impossible{number}").create(LoraConfig(rank=0)))
+    assert two.home("other") is two.home("impossible0") is None
+    assert two.home("one") == 0
     await error(other.backward(), NotFound)
     assert two.where(await two.model("third")) == [1]
     assert two.where(one) == [0]
     await error(one.create(), UserError)  # it exists, and is asked where it does
+
+
+async def test_a_model_from_a_checkpoint_counts_with_the_checkpoints_shape(two: Replicas, tmp_path: Path) -> None:
+    large = await two.model("large", rank=64)
+    source = await saved(two, cast(SnapshotRef, await result(large.snapshot())), tmp_path / "a")
+    await result(large.send(DeleteModel))
+    assert two.where(await two.model("middle", rank=32)) == [0]
+    resumed = Model(two, "resumed")
+    await result(resumed.create(LoraConfig(rank=1), source))
+    assert two.where(resumed) == [1]
+    assert two.where(await two.model("next")) == [0]
 
 
 async def test_base_samples_go_where_least_runs(two: Replicas) -> None:
@@ -224,6 +240,7 @@ async def test_a_request_is_cancelled_where_it_runs(two: Replicas) -> None:
         cast(Gate, small.hook).opened.set()
     whole, cut = await asyncio.gather(*streams)
     assert (len(whole.tokens()), cut.deltas) == (4, [])
+    assert (await sampled(two, wanted[0])).tokens() == whole.tokens()
 
 
 async def test_what_runs_is_told_of_each_replica(two: Replicas) -> None:
@@ -232,6 +249,7 @@ async def test_what_runs_is_told_of_each_replica(two: Replicas) -> None:
     pending = model.backward()
     await gate.entered.wait()
     assert two.running() == "ForwardBackward (replica 1)"
+    assert ReplicaSet([cast(Member, two.small[1])]).running() == "ForwardBackward"
     gate.opened.set()
     await result(pending)
 
@@ -242,6 +260,7 @@ async def test_what_runs_is_told_of_each_replica(two: Replicas) -> None:
 async def test_a_death_takes_its_own_and_nobody_elses(two: Replicas, tmp_path: Path) -> None:
     lost, stays = await two.model("lost", steps=1), await two.model("stays", steps=1)
     (of_lost, of_stays) = [await published(two, model) for model in (lost, stays)]
+    await result(lost.snapshot())  # which nobody published
     gate = Gate(lambda what: isinstance(what, ForwardBackward))
     two.small[0].hook = two.small[1].hook = gate
     doomed, going_on = lost.backward(), stays.backward()
@@ -254,10 +273,13 @@ async def test_a_death_takes_its_own_and_nobody_elses(two: Replicas, tmp_path: P
     assert two.serving
     assert two.missing == [0]
 
-    gone = two.lost(0)
-    assert (gone.models, gone.versions) == ({"lost"}, {of_lost})
     await error(lost.backward(), RankDied)
     with pytest.raises(RankDied):
+        await sampled(two, request(of_lost))
+    gone = two.bury(0)
+    assert (gone.models, gone.versions) == ({"lost"}, {of_lost})
+    await error(lost.backward(), NotFound)
+    with pytest.raises(NotFound):
         await sampled(two, request(of_lost))
     for number in range(3):  # at once, on the one that is there
         assert two.where(await two.model(f"new{number}")) == [1]
@@ -265,12 +287,11 @@ async def test_a_death_takes_its_own_and_nobody_elses(two: Replicas, tmp_path: P
     await sampled(two, request(of_stays))
 
     await two.restart(0)
-    await error(lost.backward(), NotFound)
-    with pytest.raises(NotFound):
-        await sampled(two, request(of_lost))
     assert two.where(await two.model("after")) == [0]
     await stays.train(1)
-    assert (two.lost(0).models, two.lost(0).versions) == ({"after"}, set())
+    two.small[0].die()
+    gone = two.bury(0)
+    assert (gone.models, gone.versions) == ({"after"}, set())
 
 
 async def test_a_replica_that_starts_gets_nothing(two: Replicas) -> None:
@@ -290,7 +311,12 @@ async def test_without_any_replica_everything_says_so(two: Replicas) -> None:
     with pytest.raises(RankDied):
         await sampled(two, request())
     await two.restart(1)
-    assert two.where(await two.model("one")) == [1]
+    one = await two.model("one")
+    assert two.where(one) == [1]
+    two.small[1].die()
+    await two.restart(1)
+    await error(one.backward(), NotFound)
+    assert two.home("one") is None
 
 
 async def test_weights_from_a_file_are_published_again_elsewhere(two: Replicas, tmp_path: Path) -> None:
@@ -305,7 +331,7 @@ async def test_weights_from_a_file_are_published_again_elsewhere(two: Replicas, 
     before = await sampled(two, request(ref.version))
     assert two.published(ref.version) == [1]
     two.small[1].die()
-    assert two.lost(1).versions == {ref.version}
+    assert two.bury(1).versions == {ref.version}
     await two.publish(from_file)
     assert two.published(ref.version)[:1] == [0]
     assert (await sampled(two, request(ref.version))).tokens() == before.tokens()
@@ -396,7 +422,7 @@ async def test_commands_wait_while_their_model_moves_and_keep_their_order(two: R
 
 
 async def test_a_snapshot_is_saved_where_it_was_taken(two: Replicas, tmp_path: Path) -> None:
-    models = await crowded(two, steps=2)
+    models = await crowded(two, steps=0)  # so that the moves' own snapshots might be numbered as these
     refs = [cast(SnapshotRef, await result(model.snapshot())) for model in models]
     versions = [await published(two, model) for model in models]
     before = [await sampled(two, request(version)) for version in versions]
@@ -404,7 +430,7 @@ async def test_a_snapshot_is_saved_where_it_was_taken(two: Replicas, tmp_path: P
     for model, ref in zip(models, refs):
         await model.train(1)
         manifest = await two.save(ref, str(made(tmp_path / model.model_id)))
-        assert manifest.step == 2
+        assert manifest.step == 0
         await two.drop(ref)
         with pytest.raises(NotFound):
             await two.save(ref, str(made(tmp_path / f"{model.model_id} again")))
@@ -429,7 +455,7 @@ async def test_a_death_while_a_model_moves(two: Replicas, dies: int, at: type[ob
     await gate.entered.wait()
     waits = [model.forward() for model in models]
     two.small[dies].die()
-    gone = two.lost(dies).models
+    gone = two.bury(dies).models
     gate.opened.set()
     await moving
     outcomes = await asyncio.gather(*waits, return_exceptions=True)
@@ -437,7 +463,7 @@ async def test_a_death_while_a_model_moves(two: Replicas, dies: int, at: type[ob
     if dies == 1:
         assert not [one for one in outcomes if isinstance(one, BaseException)], "they have stayed"
     else:
-        assert all(isinstance(one, RankDied) for one in outcomes)
+        assert all(isinstance(one, RankDied | NotFound) for one in outcomes)
     two.small[0].hook = two.small[1].hook = None
     await two.restart(dies)
     await settle()
@@ -445,6 +471,25 @@ async def test_a_death_while_a_model_moves(two: Replicas, dies: int, at: type[ob
         assert len(two.where(model)) == dies
         if dies == 1:
             await model.train(1)
+
+
+async def test_a_target_that_dies_with_its_answer(two: Replicas) -> None:
+    """The model was created there, and its replica is dead before anybody hears of it."""
+    models = await crowded(two)
+    target = two.small[1]
+
+    class DiesWithIt(FakeTrainer):
+        def submit(self, command: Command) -> asyncio.Future[Result]:
+            future = super().submit(command)
+            if isinstance(command, CreateModel):
+                future.add_done_callback(lambda _: target.die())
+            return future
+
+    target._trainer = DiesWithIt(target.world)
+    assert await two.rebalance() == 0
+    assert two.bury(1).models == set()
+    for model in models:
+        await model.train(1)
 
 
 async def test_a_replica_that_cannot_take_a_model_leaves_it_where_it_was(two: Replicas) -> None:
@@ -488,13 +533,41 @@ async def test_a_hot_version_is_sampled_on_both(two: Replicas) -> None:
     assert running == [6, 6]
     assert len({tuple(one.tokens()) for one in got}) == 1
     assert two.published(version) == [0, 1]
-    assert two.small[0].world.snapshots.keys() == {version}, "what the copy was made of is dropped"
+    assert two.small[0].world.snapshots == {}, "what the copy was made of is dropped"
     two.small[0].die()
-    assert two.lost(0).versions == set(), "a copy is left"
+    assert two.bury(0).versions == set(), "a copy is left"
     assert (await sampled(two, request(version, seed=7))).tokens() == got[0].tokens()
     await two.release(version)
     with pytest.raises(NotFound):
         await sampled(two, request(version))
+
+
+async def test_a_hot_version_is_copied_again_to_a_replica_that_came_back(two: Replicas) -> None:
+    version = await published(two, await two.model("one", steps=3))
+    await burst(two, version)
+    two.small[1].die()
+    assert two.bury(1).versions == set()
+    _, running = await burst(two, version)
+    assert running == [12, 0]
+    await two.restart(1)
+    _, running = await burst(two, version)
+    assert running == [6, 6]
+
+
+async def test_a_copy_that_comes_after_the_loss_was_told_is_none(two: Replicas) -> None:
+    version = await published(two, await two.model("one", steps=3))
+    gate = two.small[1].hook = Gate(lambda what: isinstance(what, SnapshotRef))
+    running = two.small[0].hook = Gate(lambda what: isinstance(what, SampleRequest))
+    streams = [asyncio.ensure_future(sampled(two, request(version))) for _ in range(FULL + 1)]
+    await gate.entered.wait()
+    two.small[0].die()
+    running.opened.set()
+    assert two.bury(0).versions == {version}
+    gate.opened.set()
+    outcomes = await asyncio.gather(*streams, return_exceptions=True)
+    assert [type(one) for one in outcomes] == [RankDied] * FULL + [NotFound]
+    assert two.published(version)[1:] == []
+    assert version not in two.small[1].world.published
 
 
 async def test_a_version_that_its_model_has_left_behind_is_not_copied(two: Replicas) -> None:
