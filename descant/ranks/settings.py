@@ -13,8 +13,12 @@ class RankSettings:
     """auto: bfloat16 where the hardware computes in it, float32 elsewhere."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
+    replicas: int | None = None
+    """Ranks that each hold the whole base model and some of the adapters; None: one a visible GPU, one on a CPU."""
+    rebalance_interval_s: float = 30.0
+    """How often it is looked whether adapters should move from a busy replica to an idle one."""
     num_threads: int | None = None
-    """Threads of torch's own; None leaves torch's choice (all cores)."""
+    """Threads of torch's own, in each replica; None: torch's choice (all cores), divided among replicas on a CPU."""
     microbatch_tokens: int = 2048
     """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most."""
     steps_per_microbatch: float = 4.0
@@ -58,4 +62,8 @@ class RankSpec:
     losses: LossSettings = field(default_factory=LossSettings)
     cache_dir: str | None = None
     spill_dir: str | None = None
+    label: str | None = None
+    """What messages call the rank; None: the model."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set in the rank's process, over the server's environment."""
     build: str = "descant.ranks.worker:build"
