@@ -770,7 +770,7 @@ class AdapterBank:
             )
             if victim is None or self._host_excess(self._parked_bytes(victim) - parked.num_bytes) > 0:
                 return False
-            self._park(victim, room=False)
+            self._park(victim, beside=True)
             if not slab.has_room:
                 return False
         with self._mover.moving():
@@ -811,26 +811,29 @@ class AdapterBank:
         self._drop_file(adapter)
         return place
 
-    def _park(self, adapter: Adapter, *, room: bool = True) -> None:
-        """From rows to host memory, with its gradient if that holds anything."""
+    def _park(self, adapter: Adapter, *, beside: bool = False) -> None:
+        """From rows to host memory, with its gradient if that holds anything; to a file where the host has no room.
+        ``beside``: the caller knows that it has. Raises ``ServerError``, and it is where it was."""
         place, slab = adapter.place, self._slab(adapter.rank_class)
         assert place is not None
-        if room:
-            self._make_host_room(self._parked_bytes(adapter))
+        adoptable = self._is_dense(adapter.lora) and self.device.type == "cpu"  # the state is host memory already
         with self._mover.moving():
             gradient = None
             if not adapter.gradient_free:
                 row = self.gradient_slab(adapter.rank_class)[place.slot]
                 gradient = self._pack([row], adapter.lora)[0]
-            adoptable = self._is_dense(adapter.lora) and self.device.type == "cpu"  # the state is host memory already
-            if adoptable:
-                state = place.state
-            else:
-                rows = place.state.data[: 3 if adapter.step else 1]
-                state = self._pack(list(rows), adapter.lora)
-                slab.give_state(place.state)
+            rows = place.state.data[: 3 if adapter.step else 1]
+            state = place.state if adoptable else self._pack(list(rows), adapter.lora)
+        parked = Parked(state=state, gradient=gradient, adoptable=adoptable)
+        if not beside and self._spill is not None and self._make_host_room(parked.num_bytes) > 0:
+            self._mover.finish()
+            adapter.file = self._write(adapter, parked, self._spill)
+        else:
+            adapter.parked = parked
+        if adapter.parked is None or not adoptable:
+            slab.give_state(place.state)
         self._leave(adapter, place, clean=adapter.gradient_free)
-        adapter.place, adapter.parked = None, Parked(state=state, gradient=gradient, adoptable=adoptable)
+        adapter.place = None
         self._evictions += 1
 
     def _leave(self, adapter: Adapter, place: _Place, *, clean: bool) -> None:
@@ -988,33 +991,34 @@ class AdapterBank:
         except ServerError as error:  # a version that is already in host memory can stay there
             logger.warning("published versions stay in host memory beyond their limit: %s", error)
 
-    def _make_host_room(self, extra_bytes: int) -> None:
-        """Writes the coldest on the host to files until ``extra_bytes`` more fit. Raises ``ServerError`` naming the
-        file that cannot be written; whatever was on the host is there still."""
-        if self._spill is None or (excess := self._host_excess(extra_bytes)) <= 0:
-            return
+    def _make_host_room(self, extra_bytes: int) -> int:
+        """Writes the coldest on the host to files until ``extra_bytes`` more fit; how many do not. Raises
+        ``ServerError`` naming the file that cannot be written; whatever was on the host is there still."""
+        excess = self._host_excess(extra_bytes)
+        if self._spill is None or excess <= 0:
+            return 0
         items: list[_Published | Adapter] = [p for p in self._published.values() if p.host is not None]
         items += [a for a in self._adapters.values() if a.parked is not None]
         self._mover.finish()
         for item in sorted(items, key=lambda item: item.used):
             if excess <= 0:
-                return
-            excess -= self._write(item, self._spill)
+                break
+            if isinstance(item, Adapter):
+                assert item.parked is not None
+                item.file, freed = self._write(item, item.parked, self._spill), item.parked.num_bytes
+                item.parked = None
+            else:
+                assert item.host is not None
+                name = f"{_digest(item.version.model_id)}-{item.version.number}{VERSION_SUFFIX}"
+                item.file, item.host = self._spill.write(name, {"row": item.host}), None
+                freed = self._row_bytes(item)
+            excess -= freed
+        return max(0, excess)
 
-    def _write(self, item: _Published | Adapter, spill: SpillDirectory) -> int:
-        """From host memory to its file. Bytes that this frees."""
-        if isinstance(item, Adapter):
-            parked = item.parked
-            assert parked is not None
-            rows = parked.state[: 3 if item.step else 1]  # moments that are zero are not written
-            packed = Parked(state=rows, gradient=parked.gradient)
-            item.file = spill.write(_digest(item.model_id) + ADAPTER_SUFFIX, packed.tensors())
-            item.parked = None
-            return parked.num_bytes
-        assert item.host is not None
-        name = f"{_digest(item.version.model_id)}-{item.version.number}{VERSION_SUFFIX}"
-        item.file, item.host = spill.write(name, {"row": item.host}), None
-        return self._row_bytes(item)
+    def _write(self, adapter: Adapter, parked: Parked, spill: SpillDirectory) -> Path:
+        rows = parked.state[: 3 if adapter.step else 1]  # moments that are zero are not written
+        tensors = Parked(state=rows, gradient=parked.gradient).tensors()
+        return spill.write(_digest(adapter.model_id) + ADAPTER_SUFFIX, tensors)
 
     def _coldest(self, where: Callable[[_Published], bool]) -> list[_Published]:
         return sorted(filter(where, self._published.values()), key=lambda p: p.used)
