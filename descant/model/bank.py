@@ -185,6 +185,7 @@ class _Rows:
 
     def __init__(self, row: int, dtype: torch.dtype, device: torch.device):
         self._row, self._dtype, self._device = row, dtype, device
+        self._lazy = _takes_memory_when_written(device)
         self.row_bytes = row * dtype.itemsize
         self._memory: mmap.mmap | None = None
         self._tensor = torch.empty(0, row, dtype=dtype, device=device)
@@ -193,7 +194,7 @@ class _Rows:
         self._dirty: set[int] = set()
         self._touched: set[int] = set()
         self.taken: set[int] = set()
-        if device.type == "cpu":
+        if self._lazy:
             self._grow(0)
 
     @property
@@ -204,11 +205,11 @@ class _Rows:
     @property
     def committed_bytes(self) -> int:
         """What it takes of the device: on CPU rows that were written, on CUDA all there are."""
-        return self.row_bytes * (len(self._touched) if self._device.type == "cpu" else len(self._tensor))
+        return self.row_bytes * (len(self._touched) if self._lazy else len(self._tensor))
 
     def growth_bytes(self) -> int:
         """What taking one more slot adds to that, at least."""
-        if self._device.type == "cpu":
+        if self._lazy:
             return 0 if self._free and self._free[0] in self._touched else self.row_bytes
         return 0 if self._free else self.row_bytes
 
@@ -238,7 +239,7 @@ class _Rows:
     def trim(self) -> int:
         """Gives memory of free slots back to the system. Bytes."""
         before = self.committed_bytes
-        if self._device.type != "cpu":
+        if not self._lazy:
             if not self.taken:
                 self._tensor, self._end = self._tensor[:0].clone(), 0
                 self._free.clear()
@@ -255,11 +256,11 @@ class _Rows:
     def _grow(self, most_bytes: int) -> None:
         old = self._end
         if old == len(self._tensor):
-            grown = self._reserve(old) if self._device.type == "cpu" else self._allocate(old, most_bytes)
+            grown = self._reserve(old) if self._lazy else self._allocate(old, most_bytes)
             for slot in self.taken:
                 grown.data[slot].copy_(self._tensor.data[slot])
             self._tensor = grown
-        self._end = min(len(self._tensor), old + SLOTS_AT_ONCE) if self._device.type == "cpu" else len(self._tensor)
+        self._end = min(len(self._tensor), old + SLOTS_AT_ONCE) if self._lazy else len(self._tensor)
         self._free.extend(range(old, self._end))
         heapq.heapify(self._free)
 
@@ -322,7 +323,7 @@ class _Slab:
         if self._spare:
             return self._spare.pop(), True
         with torch.inference_mode(False):
-            if self._device.type != "cpu":
+            if not _takes_memory_when_written(self._device):
                 return torch.zeros(3, self.layout.row, device=self._device), False
             # torch.zeros writes its zeros; numpy asks the system for pages that are zero when they are first touched.
             raw = np.zeros(self.state_bytes + ALIGN_BYTES, np.uint8)
@@ -517,14 +518,14 @@ class AdapterBank:
         beside that turn, within the limits, displacing neither those nor ``keep``: on CUDA rows, everywhere files into
         host memory. Never fails: what goes wrong is told to who asks for the rows."""
         self._wanted = frozenset(model_ids)
-        reading = sum(adapter.reading is not None for adapter in self._adapters.values())
+        reading = 0
         for model_id in model_ids:
             adapter = self._adapters.get(model_id)
             if adapter is None or adapter.place is not None:
                 continue
             if adapter.file is not None and self._spill is not None:
-                if adapter.reading is None and reading < READ_AHEAD:
-                    reading += 1
+                reading += 1
+                if adapter.reading is None and reading <= READ_AHEAD:
                     adapter.reading = self._spill.read_ahead(adapter.file, _name(adapter))
             elif adapter.parked is not None and self._mover.beside and not self._bring_beside(adapter, keep):
                 return
@@ -715,7 +716,7 @@ class AdapterBank:
         return sum(slab.training_bytes for slab in self._slabs.values())
 
     def _training_left(self) -> int:
-        return max(0, self.max_adapter_bytes - self._training_bytes())
+        return self.max_adapter_bytes - self._training_bytes()
 
     def _make_training_room(
         self, needed: Callable[[], int], *, slab: _Slab | None = None, keep: Adapter | None = None
@@ -782,7 +783,9 @@ class AdapterBank:
     def _put(self, adapter: Adapter, parked: Parked | None) -> _Place:
         """Takes rows and fills them; from its seed without ``parked``. There must be room."""
         slab = self._slab(adapter.rank_class)
-        slab.gradient.reserve(self._training_left())  # all that can run out of memory comes first
+        adopted = parked is not None and parked.adoptable
+        spare_bytes = self._training_left() - slab.placing_bytes(adopted=adopted)
+        slab.gradient.reserve(slab.gradient.row_bytes + spare_bytes)  # all that can run out of memory comes first
         slab.work.reserve()
         if parked is not None and parked.adoptable:
             state, used = parked.state, False
@@ -816,7 +819,7 @@ class AdapterBank:
         ``beside``: the caller knows that it has. Raises ``ServerError``, and it is where it was."""
         place, slab = adapter.place, self._slab(adapter.rank_class)
         assert place is not None
-        adoptable = self._is_dense(adapter.lora) and self.device.type == "cpu"  # the state is host memory already
+        adoptable = self._is_dense(adapter.lora) and not self._mover.beside  # the state is host memory already
         with self._mover.moving():
             gradient = None
             if not adapter.gradient_free:
@@ -894,8 +897,9 @@ class AdapterBank:
         return self._num_elements(lora) == self.layout(rank_class_of(lora.rank)).row
 
     def _parked_bytes(self, adapter: Adapter) -> int:
-        states = 3 if adapter.step or (self.device.type == "cpu" and self._is_dense(adapter.lora)) else 1
-        return 4 * self._num_elements(adapter.lora) * (states + (0 if adapter.gradient_free else 1))
+        """On the host, as a copy."""
+        rows = (3 if adapter.step else 1) + (0 if adapter.gradient_free else 1)
+        return 4 * self._num_elements(adapter.lora) * rows
 
     def _pack(self, rows: Sequence[torch.Tensor], lora: LoraConfig) -> torch.Tensor:
         """On the host, float32 [len(rows), n]."""
@@ -1058,6 +1062,10 @@ class AdapterBank:
             self._slab(published.rank_class).give_work(published.slot)
         if published.file is not None and self._spill is not None:
             self._spill.remove(published.file)
+
+
+def _takes_memory_when_written(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _share_of_memory(device: torch.device) -> int:

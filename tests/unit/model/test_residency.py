@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import descant.model.bank as bank_module
 from descant.errors import NotFound, ServerError
 from descant.model.bank import AdapterBank, Layout, LoraSite
+from descant.model.tiers import Mover
 from descant.types import LoraConfig, Version
 
 SITES = (
@@ -65,7 +67,8 @@ def write(bank: AdapterBank, model_id: str, generator: torch.Generator, *, pendi
 
 def state(bank: AdapterBank, model_id: str) -> list[torch.Tensor]:
     adapter = bank[model_id]
-    work = bank.work_slab(adapter.rank_class)[adapter.work]
+    slot = adapter.work  # brings it back, which may replace the slab
+    work = bank.work_slab(adapter.rank_class)[slot]
     return [bank.weights(model_id), *bank.moments(model_id), bank.gradient(model_id), work]
 
 
@@ -73,14 +76,31 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
+class Beside(Mover):
+    """As on CUDA, rows are copied to the host and moved ahead of need; the copies are done when they are asked for."""
+
+    beside = True
+
+
+def make_bank_beside(num_adapters: float, **limits: object) -> AdapterBank:
+    bank = make_bank(num_adapters, **limits)
+    bank._mover = Beside(bank.device)
+    return bank
+
+
 TIERS = {"host": {}, "disk": {"max_host_bytes": 0}, "both": {"max_host_bytes": 40_000}}
 
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_what_comes_back_is_what_was_there(tier: str, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cuda", [False, True], ids=["as on CPU", "as on CUDA"])
+def test_what_comes_back_is_what_was_there(
+    cuda: bool, tier: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks that fill their class and such that do not, gradients pending and not, in any order."""
-    bank = make_bank(2, spill_dir=tmp_path, **TIERS[tier])
+    if cuda:
+        monkeypatch.setattr(bank_module, "_takes_memory_when_written", lambda device: False)
+    bank = (make_bank_beside if cuda else make_bank)(3, spill_dir=tmp_path, **TIERS[tier])
     names = {f"m{index}": lora for index, lora in enumerate(LORAS)}
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     fresh = make_bank(100)
@@ -103,8 +123,7 @@ def test_what_comes_back_is_what_was_there(tier: str, seed: int, tmp_path: Path)
             bank.gradient(name).zero_()
             bank[name].gradient_free, pending[name] = True, False
             expected[name][3].zero_()
-        limit = max(bank.max_adapter_bytes, in_use(bank[name].rank_class))
-        assert bank.stats()["adapters_resident_bytes"] <= limit
+        assert bank.stats()["adapters_resident_bytes"] <= bank.max_adapter_bytes
         assert bank.stats()["adapters_host_bytes"] <= TIERS[tier].get("max_host_bytes", 4 << 30)
     stats = bank.stats()
     assert stats["evictions"] > 10
@@ -316,6 +335,36 @@ def test_files_are_read_ahead(tmp_path: Path) -> None:
         reading.result(30)
         file.unlink()  # what was read is what comes back
         assert equal(state(bank, name), expected[name])
+
+
+def test_rows_are_moved_ahead_of_need_within_the_limit() -> None:
+    bank = make_bank_beside(2)
+    expected = {}
+    for name in ("a", "b", "c"):
+        bank.create(name, LoraConfig(rank=8))
+        expected[name] = write(bank, name, torch.Generator(), pending=True)
+    bank.prefetch(["a", "b"], keep={"c"})
+    stats = bank.stats()
+    assert (stats["loads_ahead"], stats["evictions"]) == (0, 1), "b and c are wanted or in use"
+    bank.prefetch(["a"], keep={"c"})
+    stats = bank.stats()
+    assert (stats["loads_ahead"], stats["evictions"]) == (1, 2)
+    assert [bank.is_resident(name) for name in "abc"] == [True, False, True]
+    assert stats["adapters_resident_bytes"] <= bank.max_adapter_bytes
+    for name in expected:
+        assert equal(state(bank, name), expected[name])
+    assert bank.stats()["loads"] - bank.stats()["loads_ahead"] <= 2
+
+
+def test_what_is_held_is_not_moved_ahead_of_need() -> None:
+    bank = make_bank_beside(1)
+    for name in ("a", "b"):
+        bank.create(name, LoraConfig(rank=8))
+        write(bank, name, torch.Generator(), pending=True)
+    bank.hold("b")
+    bank.prefetch(["a"], keep=())
+    assert bank.is_resident("b")
+    assert not bank.is_resident("a")
 
 
 def test_files_of_an_earlier_process_are_removed(tmp_path: Path) -> None:
