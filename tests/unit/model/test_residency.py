@@ -227,9 +227,12 @@ def test_memory_that_was_used_is_used_again() -> None:
     bank.create("a", LoraConfig(rank=8))
     first = bank.weights("a").data_ptr()
     write(bank, "a", torch.Generator(), pending=True)
+    before = bank.stats()["adapters_resident_bytes"]
     bank.delete("a")
+    assert bank.stats()["adapters_resident_bytes"] == before - 4 * row_elements(), "all but the working row is kept"
     bank.create("b", LoraConfig(rank=8, seed=9))
     assert bank.weights("b").data_ptr() == first
+    assert bank.stats()["adapters_resident_bytes"] == before
     fresh = make_bank(100)
     fresh.create("b", LoraConfig(rank=8, seed=9))
     assert equal(state(bank, "b"), state(fresh, "b"))
@@ -267,6 +270,23 @@ def test_a_full_disk_does_not_stop_what_host_memory_can_swap(tmp_path: Path) -> 
     spill.rmdir()
     for name in ("a", "b", "a", "b"):
         assert equal(state(bank, name), expected[name])
+
+
+def test_one_that_cannot_come_back_stays_where_it_is(tmp_path: Path) -> None:
+    """It is small, and what it would displace does not fit the place it leaves."""
+    spill = tmp_path / "spill"
+    bank = make_bank(1, max_host_bytes=4 * row_elements(), spill_dir=spill)
+    bank.create("small", LoraConfig(rank=1))
+    expected = write(bank, "small", torch.Generator(), pending=True)
+    bank.create("large", LoraConfig(rank=8))
+    write(bank, "large", torch.Generator(), pending=True)
+    spill.rmdir()
+    for _ in range(2):
+        with pytest.raises(ServerError, match=f"cannot write {spill}"):
+            bank.weights("small")
+        assert bank.stats()["adapters_host"] == 1
+    spill.mkdir()
+    assert equal(state(bank, "small"), expected)
 
 
 def test_a_file_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
@@ -379,7 +399,10 @@ def test_files_of_an_earlier_process_are_removed(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_a_parked_adapter_is_published_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cuda", [False, True], ids=["as on CPU", "as on CUDA"])
+def test_a_parked_adapter_is_published_as_it_is(cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cuda:
+        monkeypatch.setattr(bank_module, "_takes_memory_when_written", lambda device: False)
     bank = make_bank(1, max_host_bytes=0, spill_dir=tmp_path, max_version_bytes=1 << 20)
     bank.create("a", LoraConfig(rank=8))
     expected = write(bank, "a", torch.Generator(), pending=True)
@@ -390,6 +413,13 @@ def test_a_parked_adapter_is_published_as_it_is(tmp_path: Path) -> None:
     bank.weights("b")
     row = bank.pin(version)
     assert torch.equal(bank.work_slab(8)[row.slot], expected[0])
+    fresh = make_bank(1)
+    for name in ("c", "d", "e"):  # more than the slab has rows for
+        for one in (bank, fresh):
+            one.create(name, LoraConfig(rank=8, seed=ord(name)))
+        bank.publish(name, Version(model_id=name, number=1))
+        row = bank.pin(Version(model_id=name, number=1))
+        assert torch.equal(bank.work_slab(8)[row.slot], fresh.weights(name))
 
 
 def test_a_blank_adapter_is_zero_even_on_used_memory() -> None:
