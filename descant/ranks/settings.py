@@ -31,9 +31,14 @@ class RankSettings:
     """Sample requests queued; one more is told to try again."""
     step_tokens: int = 512
     """Prompt tokens prefilled in one step at most."""
+    max_adapter_bytes: int | None = None
+    """What adapters being trained take on the device: weights, moments, gradient, working copy. Those that no request
+    is about move to host memory, then to disk, and come back by themselves. None: half of the memory that is free when
+    the model is loaded (on CPU: half of the machine's)."""
     max_version_bytes: int = 2 << 30
     """Published versions kept as rows; colder ones move to host memory, then to disk."""
     max_host_bytes: int = 4 << 30
+    """Host memory for both; beyond it the coldest go to disk."""
     start_timeout_s: float = 900.0
     """From start to ready; the longest part is reading (once: converting) the model."""
     turn_timeout_s: float = 900.0

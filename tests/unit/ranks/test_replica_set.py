@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from descant.errors import NotFound, RankDied, ServerError, UserError
+from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
 from descant.ports import Engine, Progress, Trainer
 from descant.ranks.replica_set import Member, ReplicaSet
 from descant.testing.clock import settle
@@ -649,9 +649,15 @@ async def test_moved_and_copied_adapters_are_the_same_on_real_ranks(tmp_path_fac
         ref = await ephemeral(models[1])
         await both.publish(ref)
         count = 3 * both._full if moves else 1
-        got = await asyncio.gather(
-            *(sampled(both, request(ref.version, seed=3, prompt_logprobs=True)) for _ in range(count))
-        )
+
+        async def sample() -> Sampled:
+            while True:  # as a client does
+                try:
+                    return await sampled(both, request(ref.version, seed=3, prompt_logprobs=True))
+                except Overloaded as error:
+                    await asyncio.sleep(min(error.retry_after_s, 0.05))
+
+        got = await asyncio.gather(*(sample() for _ in range(count)))
         if moves:
             assert both._places[ref.version].published == {0, 1}
         assert len({tuple(one.tokens()) for one in got}) == 1
