@@ -150,7 +150,7 @@ class Member:
         data, error = None, None
         if self.rank == root:
             self._heed()
-            where = self._where(name)
+            where = self.where(name)
             self.board.write("in", where)
             try:
                 data = _json_value(run(lambda text: self.board.write("in", f"{where}: {text}")), where)
@@ -180,7 +180,7 @@ class Member:
         members raise the same recoverable DistributedFailure.
         """
         self._heed()
-        where = self._where(name)
+        where = self.where(name)
         self.board.write("in", where)
         outcome: list[Any]
         error = None
@@ -313,7 +313,9 @@ class Member:
             self._members(group)
         if self._failure is not None:
             self._raise()
-        where = self._where(name)
+        if not 0 < deadline_s < 1e8:
+            raise ValueError(f"point '{name}' has deadline_s {deadline_s}, expected a finite number of seconds above 0")
+        where = self.where(name)
         self.board.write("at", where)
         if data is None and error is None and check is None and not self.chains and groups is None:
             request = f'["point",{quote(group)},{quote(where)},{deadline_s}]'
@@ -380,7 +382,8 @@ class Member:
             raise ValueError(f"rank {self.rank} is no member of group '{group}' {list(members)}")
         return members
 
-    def _where(self, name: str) -> str:
+    def where(self, name: str) -> str:
+        """``name`` within the open scopes."""
         return "/".join([*self._scopes, name]) if self._scopes else name
 
     def _last_where(self, default: str) -> str:

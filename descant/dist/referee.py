@@ -107,9 +107,12 @@ class RefereeProcess:
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
+        status = process_status(self.process.pid)
+        if status is not None and status.stopped:
+            self.process.kill()
         try:
-            self.process.wait(1.0)
-        except subprocess.TimeoutExpired:  # stopped, or worse
+            self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
