@@ -288,9 +288,12 @@ class Court:
         self.accuse(odd, where, cause, now)
 
     def _judge_left(self, round_: Round, gone: list[int], now: float) -> None:
+        """Some left too early, or some came once too often: the fewer are the odd ones, and a tie blames both."""
         name = next(iter(round_.arrivals.values())).name
-        waiting = name_ranks(sorted(round_.arrivals))
-        self.accuse(gone, name, f"{name_ranks(gone)} left for good while {waiting} wait at {name}", now)
+        waiting = sorted(round_.arrivals)
+        culprits = gone if len(gone) < len(waiting) else waiting if len(waiting) < len(gone) else [*gone, *waiting]
+        cause = f"{name_ranks(gone)} left for good, and at {name} {name_ranks(waiting)} would wait for ever"
+        self.accuse(culprits, name, cause, now)
 
     def _judge_expired(self, round_: Round, now: float) -> None:
         name = next(iter(round_.arrivals.values())).name

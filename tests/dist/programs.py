@@ -6,11 +6,9 @@ import os
 import signal
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from descant.dist.mesh import Mesh, axis_table
@@ -153,5 +151,4 @@ def bad_arguments(seat: Seat) -> list[str]:
             except ValueError as error:
                 said.append(str(error))
         member.barrier("unharmed")
-        assert timedelta and dist
     return said
