@@ -329,18 +329,23 @@ class Court:
                 if other is None:
                     continue
                 if other is round_:
-                    rounds = {**seen, current.group: current, round_.group: round_}.values()
-                    at = {r: point.name for each in rounds for r, point in each.arrivals.items()}
-                    counts = Counter(at.values()).most_common()
-                    top = counts[0][0] if len(counts) == 1 or counts[0][1] > counts[1][1] else None
-                    says = ", ".join(f"rank {r} at {name}" for r, name in sorted(at.items()))
-                    cause = f"ranks wait for each other at different points: {says}"
-                    where = top or " or ".join(sorted(set(at.values())))
-                    self.accuse([r for r, name in at.items() if name != top], where, cause, now)
+                    self._accuse_cycle([round_, current, *seen.values()], now)
                     return
                 if other.group not in seen:
                     seen[other.group] = other
                     todo.append(other)
+
+    def _accuse_cycle(self, rounds: Sequence[Round], now: float) -> None:
+        """Only who is at one of the points and missed at another is a witness; of two points the fewer are odd."""
+        at = {rank: point.name for each in rounds for rank, point in each.arrivals.items()}
+        missed = {rank for each in rounds for rank in each.missing()}
+        witnesses = {rank: name for rank, name in at.items() if rank in missed}
+        counts = Counter(witnesses.values()).most_common()
+        top = counts[0][0] if len(counts) == 2 and counts[0][1] > counts[1][1] else None
+        says = ", ".join(f"rank {rank} at {name}" for rank, name in sorted(at.items()))
+        where = top or " or ".join(sorted(set(witnesses.values())))
+        culprits = [rank for rank, name in witnesses.items() if name != top]
+        self.accuse(culprits, where, f"ranks wait for each other at different points: {says}", now)
 
     def _judge_chains(self, group: str, round_: Round, now: float) -> bool:
         """All members of ``group`` are at this point: each must have made the same calls."""

@@ -222,7 +222,7 @@ def judge(case: Case) -> Verdict:
     """Run the case, and a healthy run after it in the same directory."""
     with tempfile.TemporaryDirectory(prefix="descant-faults-") as directory:
         run = run_ranks(loop, case.world, case, case.gloo, directory=directory)
-        wrong, hung, reaction_s = _look(case, run)
+        wrong, hung, reaction_s = look(case, run)
         after = run_ranks(loop, case.world, None, case.gloo, directory=directory)
         values = [outcome.value for outcome in after.outcomes]
         if values[0] is None or any(value != values[0] for value in values) or after.report is not None:
@@ -231,7 +231,7 @@ def judge(case: Case) -> Verdict:
     return Verdict(case=case.name, wrong=tuple(wrong), hung=hung, leaked=leaked, reaction_s=reaction_s)
 
 
-def _look(case: Case, run: Run) -> tuple[list[str], int, float]:
+def look(case: Case, run: Run) -> tuple[list[str], int, float]:
     """What is wrong, how many ranks hung, and the slowest reaction."""
     wrong = []
     fault = run.marks.get("fault")

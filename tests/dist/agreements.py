@@ -219,14 +219,13 @@ def fan_out(seat: Seat, slow_s: float, timeout_s: float) -> str:
     def publish(progress: Any) -> str:
         for number, listener in enumerate(listeners):
             progress(f"engine {number} of 4")
-            if number < 3 or slow_s < timeout_s:
-                if os.fork() == 0:
-                    os.close(seat._pipe)
-                    connection, _ = listener.accept()
-                    connection.recv(4096)
-                    time.sleep(slow_s if number == 3 else 0)
-                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
-                    os._exit(0)
+            if (number < 3 or slow_s < timeout_s) and os.fork() == 0:
+                os.close(seat._pipe)
+                connection, _ = listener.accept()
+                connection.recv(4096)
+                time.sleep(slow_s if number == 3 else 0)
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+                os._exit(0)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}/load_lora_adapter"
             urllib.request.urlopen(url, timeout=timeout_s).read()
         return "published"
