@@ -239,6 +239,7 @@ def look(case: Case, run: Run) -> tuple[list[str], int, float]:
         return ["the fault was never injected"], 0, 0.0
     referee_s_fault = case.kind in ("frozen referee", "killed referee")
     gone = {case.rank} if case.kind in ("kill", "stop", "exit") else set()
+    has_left = case.kind == "skipped call" and case.where == POINTS[-1][0]  # before anybody could tell it
     hung, slowest = 0, 0.0
     heard = []
     for rank, outcome in enumerate(run.outcomes):
@@ -253,6 +254,8 @@ def look(case: Case, run: Run) -> tuple[list[str], int, float]:
         if rank == case.rank and case.kind == "raise":
             if "ZeroDivisionError" not in (outcome.error or ""):
                 wrong.append(f"rank {rank} did not raise its own error: {outcome}")
+            continue
+        if rank == case.rank and has_left:
             continue
         took = outcome.at - fault
         late = DELAY_S + 0.5 if rank == case.rank and case.kind == "delay" else case.limit_s
