@@ -66,7 +66,8 @@ def paused(engines: Sequence[Pausable], *, holder: str, lease_s: float = 30.0) -
         lapsed = sum(not engine.pause(holder, lease_s) for engine in engines)
         if lapsed:
             raise ServerError(
-                f"the pause '{holder}' of {lease_s:g} s lapsed on {lapsed} of {len(engines)} engines before it was renewed"
+                f"the pause '{holder}' of {lease_s:g} s lapsed on {lapsed} of {len(engines)} engines "
+                "before it was renewed"
             )
 
     clean = False

@@ -214,18 +214,24 @@ class Mesh:
 
             port = member.rank0_decides("store", listen, deadline_s=deadline_s)
             mesh = cls(member, deadline_s, stream_ordered=backend == "nccl", check_every_call=check_every_call)
-            mesh._store = server or dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
-            # torch makes groups out of a default group only. It is never handed out, and never computed with.
-            dist.init_process_group(
-                backend, store=mesh._store, rank=member.rank, world_size=member.world, timeout=timeout
-            )
-            for name, ranks in table.items():
-                with member.scope(name):
-                    made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
-                    if member.rank in ranks:
-                        mesh.groups[name] = Group(name, member, made, mesh)
+            try:
+                mesh._store = server or dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
+                mesh._make_groups(table, backend, timeout)
+            except Exception as error:  # a peer's death, as torch puts it
+                member.collective_failed(member.where("creation of groups"), error)
             member.barrier("created", deadline_s=deadline_s)
         return mesh
+
+    def _make_groups(self, table: Mapping[str, Sequence[int]], backend: str, timeout: timedelta) -> None:
+        # Torch makes groups out of a default group only. It is never handed out, and never computed with.
+        dist.init_process_group(
+            backend, store=self._store, rank=self.member.rank, world_size=self.member.world, timeout=timeout
+        )
+        for name, ranks in table.items():
+            with self.member.scope(name):
+                made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+                if self.member.rank in ranks:
+                    self.groups[name] = Group(name, self.member, made, self)
 
     def axis(self, name: str) -> Group:
         """This rank's group along an axis of ``axis_table``."""

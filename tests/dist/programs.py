@@ -152,3 +152,45 @@ def bad_arguments(seat: Seat) -> list[str]:
                 said.append(str(error))
         member.barrier("unharmed")
     return said
+
+
+def dies_in_creation(seat: Seat) -> None:
+    """The others are inside torch, in a wait for a store that nothing can abort."""
+    with seat.join(last_resort_s=0.5) as member:
+        if seat.rank == 1:
+
+            def die(*args: object, **kwargs: object) -> None:
+                seat.mark("fault")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            torch.distributed.new_group = die  # type: ignore[assignment]
+        Mesh.create(member, {"all": list(range(seat.world))}, deadline_s=10)
+
+
+def sharded(seat: Seat) -> float:
+    """FSDP2 on a group of the mesh, while the default group is poison; equal to the same layer unsharded."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    parted = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    parted.load_state_dict(whole.state_dict())
+    data = torch.randn(3, 8)
+    with seat.join() as member, Mesh.create(member, {"shard": list(range(seat.world))}, deadline_s=10) as mesh:
+
+        def poison(*args: object, **kwargs: object) -> None:
+            raise AssertionError("the default group was asked for")
+
+        device_mesh = DeviceMesh.from_group(mesh.groups["shard"].process_group, "cpu")
+        real = c10d._get_default_group
+        c10d._get_default_group = poison  # type: ignore[assignment]
+        try:
+            for layer in parted:
+                fully_shard(layer, mesh=device_mesh)
+            fully_shard(parted, mesh=device_mesh)
+            difference = (parted(data) - whole(data)).abs().max()
+        finally:
+            c10d._get_default_group = real
+        member.barrier("compared")
+        return float(difference)

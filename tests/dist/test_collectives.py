@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from descant.dist.mesh import axis_table
+from descant.dist.point import LAST_RESORT_EXIT_CODE
 from descant.testing.gloo import Zygote
 from tests.dist.test_agreement import failures, slowest
 
@@ -112,3 +113,19 @@ def test_axes():
         assert {len(ranks) for ranks in groups} == {size}
     with pytest.raises(ValueError, match="each of size 1 or more"):
         axis_table({"replica": 0})
+
+
+def test_death_while_groups_are_made(gloo_ranks: Zygote):
+    """Torch's own waits cannot be left: the ranks in them raise when torch lets them, or are ended."""
+    run = gloo_ranks.run(HERE + "dies_in_creation", 3)
+    assert run.report is not None
+    assert (run.report.culprits, run.report.where, run.leaked) == ((1,), "mesh/all", ())
+    for rank in (0, 2):
+        outcome = run.outcomes[rank]
+        assert outcome.exit_code == LAST_RESORT_EXIT_CODE or outcome.failure == run.report, outcome
+    assert run.ended - run.marks["fault"] < 5.0
+
+
+def test_fsdp2_on_a_group_of_the_mesh(gloo_ranks: Zygote):
+    run = gloo_ranks.run(HERE + "sharded", 2)
+    assert [outcome.value for outcome in run.outcomes] == [0.0, 0.0], run
