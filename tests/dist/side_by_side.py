@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -121,7 +120,7 @@ def healthy(seat: Seat, method: str, path: str) -> dict[str, float]:
                 for _ in range(40):
                     call()
                 batches.append((time.perf_counter() - began) / 40 * 1e6)
-            return statistics.median(batches[3:])
+            return min(batches)  # the machine is shared
 
         return {
             "barrier": per_call(lambda: tools.barrier("b")),
