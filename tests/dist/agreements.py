@@ -134,6 +134,7 @@ def blocked(seat: Seat) -> None:
     """Rank 0 is stuck where no verdict reaches it; its other thread ends it."""
     with seat.join(last_resort_s=0.3) as member:
         if seat.rank == 1:
+            time.sleep(0.5)  # rank 0 has left the point where they met, and is in its loop
             seat.mark("fault")
             raise ValueError("only here")
         with member.scope("stuck"):
