@@ -11,7 +11,8 @@ What holds it together: a row's maximum is exact in any order; a block's product
 order of the sequence; and a block that a row does not see adds exactly 0 to it, so it does not matter that a batch
 neighbour made it part of the product. The backward pass owes nobody equal bits and uses PyTorch's own kernel.
 
-On CUDA, training and scoring in half precision go through ``varlen_attn``; the pages always through the blocks.
+On CUDA, training and scoring in half precision go through ``varlen_attn``; the pages always through
+``paged_attention``, which never reads a page's tail.
 
 Legend: T tokens of the pass, S sequences of a tile, R query rows of a tile, N keys of a tile (a multiple of
 ``PAGE_TOKENS``), H query heads, K key heads, G = H / K, D head size.
@@ -32,6 +33,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
+from descant.model.decode import DecodePass
 from descant.model.passes import PAGE_TOKENS, Pass
 
 NAME = "descant"
@@ -71,7 +73,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: Pass,
+    plan: Pass | DecodePass,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -90,6 +92,8 @@ def attention(
         raise UserError("attention that is not causal is not supported")
     if dropout:
         raise UserError("attention dropout is not supported: the model must be in eval mode")
+    if isinstance(plan, DecodePass):
+        return _decode(module, query, key, value, plan, scaling, sliding_window, softcap), None
     num_padding = query.shape[2] - plan.num_tokens
     if num_padding < 0:
         raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
@@ -103,9 +107,12 @@ def attention(
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1)[: plan.num_tokens] for x in (query, key, value))
     if plan.kv is not None:
         with torch.no_grad():
-            _write_pages(plan, layer, key_TKD, value_TKD)
-            pages = (plan.kv.pool.keys[layer], plan.kv.pool.values[layer])
-            out_THD, _ = _blocked(plan, rule, query_THD, key_TKD, value_TKD, pages=pages)
+            if query.is_cuda:
+                out_THD = _paged(plan, rule, layer, query_THD, key_TKD, value_TKD)
+            else:
+                _write_pages(plan, layer, key_TKD, value_TKD)
+                pages = (plan.kv.pool.keys[layer], plan.kv.pool.values[layer])
+                out_THD, _ = _blocked(plan, rule, query_THD, key_TKD, value_TKD, pages=pages)
     elif query.device.type == "cuda" and softcap is None and query.dtype in (torch.bfloat16, torch.float16):
         out_THD = _varlen(plan, rule, query_THD, key_TKD, value_TKD)
     else:
@@ -521,3 +528,64 @@ def _varlen(
         **options,
     )
     return cast(torch.Tensor, out)
+
+
+def _paged(
+    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+) -> torch.Tensor:
+    from descant.model.paged_attention import paged_attention, prefill_tiles
+
+    kv = plan.kv
+    assert kv is not None
+    cache_key = f"paged/{query_THD.shape[1]}/{key_TKD.shape[1]}"
+    if cache_key not in plan.cache:
+        tiles, tile_tokens = prefill_tiles(plan.seq_lens, kv.context_lens, query_THD.shape[1] // key_TKD.shape[1])
+        device = query_THD.device
+        plan.cache[cache_key] = (tiles.to(device), tile_tokens, kv.page_table.to(device, torch.int32))
+    tiles, tile_tokens, table = cast("tuple[torch.Tensor, int, torch.Tensor]", plan.cache[cache_key])
+    return paged_attention(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        kv.pool.keys[layer],
+        kv.pool.values[layer],
+        table,
+        tiles,
+        tile_tokens=tile_tokens,
+        splits=1,
+        scaling=rule.scaling,
+        window=rule.window,
+        softcap=rule.softcap,
+    )
+
+
+def _decode(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: DecodePass,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One token a sequence; also traced by the compiler, so nothing here may read what differs between layers but the
+    tensors bound to ``module``."""
+    from descant.model.paged_attention import paged_attention
+
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_THD = paged_attention(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        cast(torch.Tensor, module.decode_keys),
+        cast(torch.Tensor, module.decode_values),
+        plan.table_NW,
+        plan.tiles_N4,
+        tile_tokens=1,
+        splits=plan.splits,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window,
+        softcap=softcap,
+    )
+    return out_THD.unsqueeze(0)

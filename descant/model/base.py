@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from descant.model import decode
 from descant.model.bank import AdapterBank
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, LoraPass
@@ -75,6 +76,20 @@ class BaseModel:
         finally:
             self.channel.current = None
 
+    def decode_trunk(
+        self,
+        tokens_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        pass_: decode.DecodePass,
+        adapters: decode.DecodeAdapters | None,
+    ) -> torch.Tensor:
+        """Hidden states [N, D] of one new token a sequence; N at least 8. Reads nothing back from the device."""
+        self.channel.current = adapters
+        try:
+            return forward(self._decoder, tokens_N, positions_N, pass_)
+        finally:
+            self.channel.current = None
+
     def make_kv_pool(self, num_pages: int) -> KVPool:
         """Zeroed pages for every layer."""
         return make_kv_pool(self.kv_shapes, num_pages, dtype=self.dtype, device=self.device)
@@ -91,7 +106,7 @@ class BaseModel:
         return self._tokenizer
 
 
-def forward(decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass) -> torch.Tensor:
+def forward(decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.DecodePass) -> torch.Tensor:
     """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
     num_tokens = len(tokens_T)
     if num_tokens < MIN_ROWS:

@@ -123,12 +123,16 @@ class Head:
         logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
         if lora is not None and self.site_index is not None:
             saved = lora_forward(hidden_ND, logits_NV, self.site_index, lora, start=start)
+        return self.scaled(logits_NV), saved
+
+    def scaled(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """What comes after the product: float32, the scaling, the soft cap."""
         logits_NV = logits_NV.float()
         if self.logit_scale != 1.0:
             logits_NV.mul_(self.logit_scale)
         if self.softcap is not None:
             logits_NV.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits_NV, saved
+        return logits_NV
 
     def _backward(
         self,

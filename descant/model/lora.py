@@ -28,6 +28,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from descant.errors import ServerError
+from descant.model import decode
 from descant.model.bank import AdapterBank, Layout, LoraSite
 from descant.model.passes import Pass
 from descant.types import SCALE_NUMERATOR
@@ -223,7 +224,7 @@ class LoraChannel:
     forward and kept in the autograd context: on CUDA, backward runs in another thread, where no context variable is
     seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call."""
 
-    current: LoraPass | None = None
+    current: LoraPass | decode.DecodeAdapters | None = None
 
 
 class MultiLoraLinear(nn.Module):
@@ -237,6 +238,7 @@ class MultiLoraLinear(nn.Module):
         self.site_index = site_index
         self.site = site
         self.channel = channel
+        self.decode_views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
         self._recorded = torch.zeros((), requires_grad=True)
@@ -262,6 +264,10 @@ class MultiLoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
         lora = self.channel.current
+        if isinstance(lora, decode.DecodeAdapters):
+            x_NI = x.reshape(-1, self.site.in_features)
+            y_NO = decode.linear(x_NI, self.weight_OI, self.bias, self.decode_views, lora)
+            return y_NO.view(*x.shape[:-1], self.site.out_features)
         if lora is None or not lora.trained(self.site_index):
             return self.base(x)
         x_TI = x.reshape(-1, self.site.in_features)

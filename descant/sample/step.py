@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from descant.errors import ServerError
@@ -17,6 +18,7 @@ from descant.model.base import BaseModel
 from descant.model.lora import LoraPass
 from descant.model.passes import KVPass, Pass, RowRef, Segment
 from descant.sample.chance import uniform
+from descant.sample.decode import DecodeGraphs, table_width
 from descant.sample.draw import RowParams, draw, score
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
 from descant.types import Version
@@ -42,8 +44,15 @@ class Sampler:
     def __init__(self, model: BaseModel, *, num_pages: int):
         """Allocates the KV pool."""
         self._model = model
-        self._pool = model.make_kv_pool(num_pages)
         self._pins: dict[Version, _Pin] = {}
+        self._decode: DecodeGraphs | None = None
+        if model.device.type == "cuda" and model.packable:
+            self._pool = model.make_kv_pool(num_pages + 1)
+            self._decode = DecodeGraphs(
+                model, self._pool, dummy_page=num_pages, table_width=table_width(model, num_pages)
+            )
+        else:
+            self._pool = model.make_kv_pool(num_pages)
 
     def acquire(self, version: Version | None) -> None:
         """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
@@ -70,7 +79,11 @@ class Sampler:
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
         packable), computes wanted logits only, samples, and returns in the plan's order."""
-        if self._model.packable:
+        if self._decode is not None:
+            outputs = self._run_decode(self._decode, [s for s in plan.sequences if _decodes(s)])
+            if rest := [s for s in plan.sequences if not _decodes(s)]:
+                outputs += self._run(sorted(rest, key=self._order))
+        elif self._model.packable:
             outputs = self._run(sorted(plan.sequences, key=self._order))
         else:
             outputs = [output for sequence in plan.sequences for output in self._run([sequence])]
@@ -88,6 +101,31 @@ class Sampler:
         if pin is None:
             raise ServerError(f"a step names {sequence.version}, which no request has acquired")
         return pin.row
+
+    def _run_decode(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput] = []
+        for first in range(0, len(sequences), graphs.max_rows):
+            part = [(self._row(s), s) for s in sequences[first : first + graphs.max_rows]]
+            part.sort(key=lambda pair: (0, 0) if pair[0] is None else (pair[0].rank_class, pair[0].slot))
+            rows, chosen = [row for row, _ in part], [sequence for _, sequence in part]
+            decoded = graphs.step(chosen, rows)
+            tokens, logprobs, finite = (
+                decoded.tokens.tolist(),
+                decoded.logprobs.tolist(),
+                np.isfinite(decoded.logprobs).tolist(),
+            )
+            cut = [i for i, s in enumerate(chosen) if s.temperature and (s.top_k > 0 or s.top_p < 1)]
+            if cut:  # top-k and top-p rows are drawn anew
+                tokens_M, logprobs_M = draw(decoded.logits_NV[cut], [_params(chosen[i]) for i in cut])
+                for index, token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
+                    tokens[index], logprobs[index] = token, logprob
+            outputs += [
+                SequenceOutput(sequence=s.sequence, token=token, logprob=logprob)
+                if ok
+                else SequenceOutput(sequence=s.sequence, token=None, logprob=0.0, error=NOT_FINITE)
+                for s, token, logprob, ok in zip(chosen, tokens, logprobs, finite, strict=True)
+            ]
+        return outputs
 
     def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         device = self._model.device
@@ -141,11 +179,7 @@ class Sampler:
             return outputs
         last = [starts[index] + len(sequences[index].tokens) - 1 for index in drawing]
         logits_NV = self._model.head.logits_at(hidden_TD, lora, torch.tensor(last))
-        params = [
-            RowParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, uniform=uniform(s.seed, s.draw))
-            for s in (sequences[index] for index in drawing)
-        ]
-        tokens_N, logprobs_N = draw(logits_NV, params)
+        tokens_N, logprobs_N = draw(logits_NV, [_params(sequences[index]) for index in drawing])
         finite_N = logprobs_N.isfinite()
         for index, token, logprob, finite in zip(
             drawing, tokens_N.tolist(), logprobs_N.tolist(), finite_N.tolist(), strict=True
@@ -177,3 +211,17 @@ class Sampler:
             if ids_SK is not None and top_SK is not None:
                 topk += [(tuple(i), tuple(p)) for i, p in zip(ids_SK.tolist(), top_SK.tolist(), strict=True)]
         return replace(output, scores=tuple(scores), topk=tuple(topk))
+
+
+def _decodes(sequence: SequenceStep) -> bool:
+    """One token in, one token out."""
+    return len(sequence.tokens) == 1 and sequence.sample and sequence.score_targets is None
+
+
+def _params(sequence: SequenceStep) -> RowParams:
+    return RowParams(
+        temperature=sequence.temperature,
+        top_k=sequence.top_k,
+        top_p=sequence.top_p,
+        uniform=uniform(sequence.seed, sequence.draw),
+    )
