@@ -81,7 +81,12 @@ class Facts:
 
 
 def run(
-    model: BaseModel, sampler: Sampler, options: argparse.Namespace, versions: list[Version], num_pages: int, temperature: float
+    model: BaseModel,
+    sampler: Sampler,
+    options: argparse.Namespace,
+    versions: list[Version],
+    num_pages: int,
+    temperature: float,
 ) -> dict[str, float]:
     scheduler = Scheduler(
         SampleLimits(
@@ -107,7 +112,9 @@ def run(
                 version=version,
                 prompt=(EncodedText(tokens=prompt),),
                 num_samples=1,
-                sampling_params=SamplingParams(max_tokens=options.tokens, seed=number, temperature=temperature, stop=()),
+                sampling_params=SamplingParams(
+                    max_tokens=options.tokens, seed=number, temperature=temperature, stop=()
+                ),
             )
         )
     decode: list[tuple[float, float, float]] = []
@@ -150,7 +157,9 @@ def generate(shape: str, options: argparse.Namespace, device: torch.device) -> d
 
     with tempfile.TemporaryDirectory() as directory:
         path = shaped_model(shape, Path(directory), device=device)
-        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").to(
+            device
+        )
     network.eval()
     ids = torch.randint(0, SHAPES[shape]["vocab_size"], (options.prompts, options.prompt_tokens), device=device)
     arguments = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}

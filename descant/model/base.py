@@ -106,7 +106,9 @@ class BaseModel:
         return self._tokenizer
 
 
-def forward(decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.DecodePass) -> torch.Tensor:
+def forward(
+    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.DecodePass
+) -> torch.Tensor:
     """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
     num_tokens = len(tokens_T)
     if num_tokens < MIN_ROWS:

@@ -92,5 +92,3 @@ def linear(
         [entry.rank_class for entry in adapters.classes],
         [entry.row for entry in adapters.classes],
     )
-
-

@@ -39,6 +39,9 @@ ENOUGH_PROGRAMS = 264
 
 MAX_SPLITS = 16
 
+MAX_PROGRAMS = 256
+"""Compiled layers kept, one for each kind of step; the compiler's own limit is 8."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
@@ -197,7 +200,7 @@ class DecodeGraphs:
             return nullcontext()
         if self._calls is None:
             self._calls = [torch.compile(layer.forward, dynamic=False) for layer in self._layers]
-        return _Calls(self._layers, self._calls)
+        return _Calls(self._layers, self._calls, max_programs=MAX_PROGRAMS)
 
     def _bind(self, key: _Key) -> None:
         decode.bind(self._model.network, self._pool)
@@ -274,14 +277,17 @@ class _Inputs:
 class _Calls:
     """Modules that call something else instead of their forward, for a while."""
 
-    def __init__(self, modules: Sequence[nn.Module], calls: Sequence[Any]):
+    def __init__(self, modules: Sequence[nn.Module], calls: Sequence[Any], *, max_programs: int):
         self._modules, self._calls = modules, calls
+        self._limit = torch._dynamo.config.patch(recompile_limit=max_programs)
 
     def __enter__(self) -> None:
+        self._limit.__enter__()
         for module, call in zip(self._modules, self._calls, strict=True):
             module.forward = call  # type: ignore[method-assign]
 
     def __exit__(self, *exception: object) -> None:
+        self._limit.__exit__(None, None, None)
         for module in self._modules:
             del module.forward
 

@@ -41,15 +41,19 @@ class Sampler:
     Gradients are off, but never by ``inference_mode``: a row made under it could not be trained any more.
     """
 
-    def __init__(self, model: BaseModel, *, num_pages: int):
-        """Allocates the KV pool."""
+    def __init__(self, model: BaseModel, *, num_pages: int, compile_decode: bool = True):
+        """Allocates the KV pool. ``compile_decode``: see ``DecodeGraphs``."""
         self._model = model
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
         if model.device.type == "cuda" and model.packable:
             self._pool = model.make_kv_pool(num_pages + 1)
             self._decode = DecodeGraphs(
-                model, self._pool, dummy_page=num_pages, table_width=table_width(model, num_pages)
+                model,
+                self._pool,
+                dummy_page=num_pages,
+                table_width=table_width(model, num_pages),
+                compiled=compile_decode,
             )
         else:
             self._pool = model.make_kv_pool(num_pages)
