@@ -11,6 +11,7 @@ Legend: N rows, V vocabulary, W width of the page table, C tiles of adapters.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from descant.sample.chance import uniforms
 from descant.sample.draw import draw_plain
 from descant.sample.scheduler import SequenceStep
 from descant.types import SCALE_NUMERATOR
+
+logger = logging.getLogger(__name__)
 
 BUCKETS = (8, 16, 32, 64, 128, 256)
 """Rows of a graph. Fewer than 8 rows cost as much as 8."""
@@ -85,6 +88,7 @@ class DecodeGraphs:
         kind). Off CUDA nothing is captured or compiled."""
         self._model, self._pool, self._dummy_page = model, pool, dummy_page
         self._on_cuda = model.device.type == "cuda"
+        self._captures = self._on_cuda
         self._compiled = compiled and self._on_cuda
         self.max_rows = max_rows
         self._host = _Inputs(max_rows, table_width, torch.device("cpu"), pinned=self._on_cuda)
@@ -105,8 +109,8 @@ class DecodeGraphs:
         key = self._fill(sequences, rows)
         num_rows = len(sequences)
         self._device.buffer.copy_(self._host.buffer, non_blocking=True)
-        if self._on_cuda:
-            captured = self._captured(key)
+        captured = self._captured(key) if self._captures else None
+        if captured is not None:
             captured.graph.replay()
             logits_NV, result_2N = captured.logits_NV, captured.result_2N
         else:
@@ -169,14 +173,21 @@ class DecodeGraphs:
         return tuple(sizes)
 
     # ------------------------------------------------------------------------------------------------ the computation
-    def _captured(self, key: _Key) -> _Captured:
+    def _captured(self, key: _Key) -> _Captured | None:
+        """None if this model cannot be captured: something in it waits for the device (experts in float32)."""
         slabs = {rank_class: self._model.bank.work_slab(rank_class).data_ptr() for rank_class, _ in key.tiles}
         if any(self._slabs.get(rank_class, at) != at for rank_class, at in slabs.items()):
             self._graphs.clear()  # a slab has grown and lies elsewhere
             self._slabs.clear()
         self._slabs.update(slabs)
         if key not in self._graphs:
-            self._graphs[key] = self._capture(key)
+            try:
+                self._graphs[key] = self._capture(key)
+            except RuntimeError as error:
+                torch.cuda.synchronize()
+                logger.warning("decode steps are not captured, which makes them slower: %s", error)
+                self._captures = False
+                return None
         return self._graphs[key]
 
     def _capture(self, key: _Key) -> _Captured:
