@@ -81,7 +81,7 @@ class BaseModel:
         tokens_N: torch.Tensor,
         positions_N: torch.Tensor,
         pass_: decode.DecodePass,
-        adapters: decode.DecodeAdapters | None,
+        adapters: decode.DecodeAdapters,
     ) -> torch.Tensor:
         """Hidden states [N, D] of one new token a sequence; N at least 8. Reads nothing back from the device."""
         self.channel.current = adapters

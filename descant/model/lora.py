@@ -238,7 +238,7 @@ class MultiLoraLinear(nn.Module):
         self.site_index = site_index
         self.site = site
         self.channel = channel
-        self.decode_views: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self.decode_site: decode.DecodeSite | None = None
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
         self._recorded = torch.zeros((), requires_grad=True)
@@ -265,9 +265,7 @@ class MultiLoraLinear(nn.Module):
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
         lora = self.channel.current
         if isinstance(lora, decode.DecodeAdapters):
-            x_NI = x.reshape(-1, self.site.in_features)
-            y_NO = decode.linear(x_NI, self.weight_OI, self.bias, self.decode_views, lora)
-            return y_NO.view(*x.shape[:-1], self.site.out_features)
+            return decode.forward(self, x, lora)
         if lora is None or not lora.trained(self.site_index):
             return self.base(x)
         x_TI = x.reshape(-1, self.site.in_features)

@@ -13,6 +13,7 @@ Legend: T tokens, B sequences, H query heads, K key heads, G = H / K, D head siz
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -26,17 +27,17 @@ PREFILL_ROWS = 64
 
 @triton.jit
 def _write(
-    key,
-    value,
-    keys,
-    values,
-    table,
-    tiles,
-    key_stride_t,
-    key_stride_h,
-    value_stride_t,
-    value_stride_h,
-    table_stride,
+    key: Any,
+    value: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    tiles: Any,
+    key_stride_t: Any,
+    key_stride_h: Any,
+    value_stride_t: Any,
+    value_stride_h: Any,
+    table_stride: Any,
     K: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -44,7 +45,7 @@ def _write(
     BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PAGE: tl.constexpr,
-):
+) -> None:
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tiles + tile * 4)
@@ -68,19 +69,19 @@ def _write(
 
 @triton.jit
 def _attend(
-    query,
-    keys,
-    values,
-    table,
-    tiles,
-    out,
-    logsumexp,
-    num_tokens,
-    scaling,
-    softcap,
-    query_stride_t,
-    query_stride_h,
-    table_stride,
+    query: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    tiles: Any,
+    out: Any,
+    logsumexp: Any,
+    num_tokens: Any,
+    scaling: Any,
+    softcap: Any,
+    query_stride_t: Any,
+    query_stride_h: Any,
+    table_stride: Any,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -93,7 +94,7 @@ def _attend(
     SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr,
     IEEE: tl.constexpr,
-):
+) -> None:
     tile = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -166,14 +167,14 @@ def _attend(
 
 @triton.jit
 def _combine(
-    parts,
-    logsumexp,
-    out,
-    num_rows,
+    parts: Any,
+    logsumexp: Any,
+    out: Any,
+    num_rows: Any,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0)
     s = tl.arange(0, SPLITS)
     dv = tl.arange(0, BLOCK_DV)

@@ -2,6 +2,9 @@
 
     rows → one pinned buffer → one copy → replay (layers, head, draw) → one copy back → tokens, log-probabilities
 
+While the host takes in a step's tokens and plans the next, the device already computes that next step
+(``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away.
+
 All inputs are views of one buffer on the device that never moves; a step fills the same buffer in host memory and
 copies it over. Rows beyond the step's own are dummies whose keys go to a page of nobody's. Graphs share one memory
 pool; they are captured when first needed and dropped when a slab of the bank has moved.
@@ -25,10 +28,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from descant.model import decode
 from descant.model.bank import RANK_CLASSES
 from descant.model.base import BaseModel
-from descant.model.lora import MultiLoraLinear
 from descant.model.passes import PAGE_TOKENS, KVPool, RowRef
 from descant.sample.chance import uniforms
-from descant.sample.draw import draw_plain
 from descant.sample.scheduler import SequenceStep
 from descant.types import SCALE_NUMERATOR
 
@@ -48,11 +49,10 @@ MAX_PROGRAMS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
-    """``tokens`` int64 [N], ``logprobs`` float32 [N] on the host; ``logits_NV`` on the device until the next step."""
+    """``tokens`` int64 [N], ``logprobs`` float32 [N] on the host."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
-    logits_NV: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +65,50 @@ class _Key:
 
 @dataclass(slots=True, kw_only=True)
 class _Captured:
+    """``graph`` None: computed anew, not replayed. ``logits_NV``: the head's product, before its scaling."""
+
     graph: Any
     logits_NV: torch.Tensor
+    tokens_N: torch.Tensor
     result_2N: torch.Tensor
 
 
+class Flight:
+    """A step that the device was told to do: whose, and where its result will be. ``ahead``: it computes the token
+    after the one that its sequences' last step drew."""
+
+    def __init__(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[RowRef | None],
+        step: _Captured,
+        result: np.ndarray,
+        done: Any,
+        *,
+        ahead: bool,
+    ):
+        self.sequences, self.rows, self.step = sequences, rows, step
+        self._result, self._done, self._ahead = result, done, ahead
+        self._index = {sequence.sequence: index for index, sequence in enumerate(sequences)}
+
+    def index(self, sequence: SequenceStep, row: RowRef | None) -> int | None:
+        """Which of its rows does this sequence's step, None if none does."""
+        index = self._index.get(sequence.sequence)
+        if index is None or self.rows[index] != row:
+            return None
+        return index if self.sequences[index].context + self._ahead == sequence.context else None
+
+    def wait(self) -> Decoded:
+        if self._done is not None:
+            self._done.synchronize()
+        num_rows = len(self.sequences)
+        return Decoded(
+            tokens=self._result[0, :num_rows].astype(np.int64), logprobs=self._result[1, :num_rows].astype(np.float32)
+        )
+
+
 class DecodeGraphs:
-    """``step`` for at most ``max_rows`` sequences with one new token each. One thread."""
+    """Steps of at most ``max_rows`` sequences with one new token each. One thread; at most two flights at once."""
 
     def __init__(
         self,
@@ -91,66 +128,62 @@ class DecodeGraphs:
         self._captures = self._on_cuda
         self._compiled = compiled and self._on_cuda
         self.max_rows = max_rows
-        self._host = _Inputs(max_rows, table_width, torch.device("cpu"), pinned=self._on_cuda)
         self._device = _Inputs(max_rows, table_width, model.device)
-        self._numpy = {name: x.numpy() for name, x in self._host.fields.items()}
-        self._numpy["table"][:] = dummy_page
-        self._pages: list[tuple[int, ...]] = [()] * max_rows
-        self._result = torch.empty(2, max_rows, dtype=torch.float64, pin_memory=self._on_cuda)
+        self._stages = [_Stage(max_rows, table_width, dummy_page, pinned=self._on_cuda) for _ in range(2)]
         self._graphs: dict[_Key, _Captured] = {}
         self._slabs: dict[int, int] = {}
-        self._memory: Any = torch.cuda.graph_pool_handle() if self._on_cuda else None
+        self._memory: Any = None
+        self._products = [(group, *decode.join_weights(group)) for group in decode.groups(model.network)]
         self._layers = [m for m in model.network.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._calls: list[Any] | None = None
+        self._known_offsets: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     # ------------------------------------------------------------------------------------------------ a step
-    def step(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> Decoded:
+    def launch(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> Flight:
         """``sequences`` sorted by ``rows`` (rank class, then slot; those without an adapter anywhere)."""
-        key = self._fill(sequences, rows)
-        num_rows = len(sequences)
-        self._device.buffer.copy_(self._host.buffer, non_blocking=True)
+        return self._launch(sequences, rows, None, [])
+
+    def launch_ahead(self, flight: Flight, kept: Sequence[tuple[int, SequenceStep]]) -> Flight | None:
+        """The step after ``flight``, whose tokens nobody has seen yet: they stay on the device. ``kept``: rows of
+        ``flight`` to go on with, and their sequences' steps in it. None if one of them needs a page that it has not.
+
+        A sequence that turns out to have stopped has been computed in vain, into its own page, and harms nobody: all
+        that uses the page later is told to the device later."""
+        chosen = [sequence for _, sequence in kept]
+        if any((sequence.context + 1) // PAGE_TOKENS >= len(sequence.pages) for sequence in chosen):
+            return None
+        return self._launch(chosen, [flight.rows[index] for index, _ in kept], flight, [index for index, _ in kept])
+
+    def _launch(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[RowRef | None],
+        before: Flight | None,
+        sources: Sequence[int],
+    ) -> Flight:
+        stage = self._stages[0]
+        self._stages.reverse()
+        stage.wait()
+        bucket = next(size for size in BUCKETS if size >= len(sequences))
+        stage.fill(sequences, bucket, ahead=before is not None, sources=sources)
+        key = _Key(rows=bucket, tiles=self._fill_adapters(stage, bucket, rows))
         captured = self._captured(key) if self._captures else None
+        fields = self._device.fields
+        self._device.buffer.copy_(stage.inputs.buffer, non_blocking=True)
+        if before is not None:
+            torch.index_select(before.step.tokens_N, 0, fields["sources"][:bucket], out=fields["tokens"][:bucket])
         if captured is not None:
             captured.graph.replay()
-            logits_NV, result_2N = captured.logits_NV, captured.result_2N
         else:
             self._bind(key)
-            logits_NV, result_2N = self._compute(key)
-        self._result[:, : key.rows].copy_(result_2N, non_blocking=True)
+            captured = self._compute(key)
+        stage.result[:, :bucket].copy_(captured.result_2N, non_blocking=True)
         if self._on_cuda:
-            torch.cuda.current_stream().synchronize()
-        result = self._result.numpy()[:, :num_rows]
-        return Decoded(
-            tokens=result[0].astype(np.int64),
-            logprobs=result[1].astype(np.float32),
-            logits_NV=logits_NV[:num_rows],
-        )
+            stage.done = torch.cuda.Event()
+            stage.done.record()
+        return Flight(sequences, rows, captured, stage.result.numpy(), stage.done, ahead=before is not None)
 
-    def _fill(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> _Key:
-        num_rows = len(sequences)
-        bucket = next(size for size in BUCKETS if size >= num_rows)
-        host = self._numpy
-        host["tokens"][:num_rows] = [s.tokens[0] for s in sequences]
-        host["tokens"][num_rows:bucket] = 0
-        host["positions"][:num_rows] = [s.context for s in sequences]
-        host["positions"][num_rows:bucket] = 0
-        host["tiles"][:bucket, 3] = host["positions"][:bucket]
-        host["temperature"][:num_rows] = [s.temperature for s in sequences]
-        host["temperature"][num_rows:bucket] = 0
-        seeds = np.array([s.seed for s in sequences], np.uint64)
-        host["uniform"][:num_rows] = uniforms(seeds, np.array([s.draw for s in sequences], np.uint64))
-        table, known = host["table"], self._pages
-        for index, sequence in enumerate(sequences):
-            if known[index] != sequence.pages:
-                table[index, : len(sequence.pages)] = sequence.pages
-                known[index] = sequence.pages
-        for index in range(num_rows, bucket):
-            if known[index] != ():
-                table[index, 0] = self._dummy_page
-                known[index] = ()
-        return _Key(rows=bucket, tiles=self._fill_adapters(bucket, rows))
-
-    def _fill_adapters(self, bucket: int, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
+    def _fill_adapters(self, stage: _Stage, bucket: int, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
         tiles: dict[int, list[tuple[int, int, int, int]]] = {}
         start = 0
         while start < len(rows):
@@ -166,7 +199,7 @@ class DecodeGraphs:
         for rank_class in sorted(tiles):
             found = tiles[rank_class]
             room = next(room for room in (bucket // 8, bucket // 2, bucket) if room >= len(found))
-            field = self._numpy[f"adapters{rank_class}"]
+            field = stage.numpy[f"adapters{rank_class}"]
             field[: len(found)] = found
             field[len(found) : room] = 0
             sizes.append((rank_class, room))
@@ -177,8 +210,10 @@ class DecodeGraphs:
         """None if this model cannot be captured: something in it waits for the device (experts in float32)."""
         slabs = {rank_class: self._model.bank.work_slab(rank_class).data_ptr() for rank_class, _ in key.tiles}
         if any(self._slabs.get(rank_class, at) != at for rank_class, at in slabs.items()):
+            torch.cuda.synchronize()
             self._graphs.clear()  # a slab has grown and lies elsewhere
             self._slabs.clear()
+            self._memory = None
         self._slabs.update(slabs)
         if key not in self._graphs:
             try:
@@ -191,19 +226,24 @@ class DecodeGraphs:
         return self._graphs[key]
 
     def _capture(self, key: _Key) -> _Captured:
+        torch.cuda.synchronize()  # a flight before this one reads inputs that the trial runs use too
         self._bind(key)
         with self._compiled_layers():
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(2):  # compiles, chooses, allocates workspaces; writes the same keys as the replay will
+                self._device.dummies(self._dummy_page)  # trial runs write to nobody's page
+                for _ in range(2):  # compiles, chooses, allocates workspaces
                     self._compute(key)
             torch.cuda.current_stream().wait_stream(side)
             torch.cuda.synchronize()
+            if self._memory is None:
+                self._memory = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._memory):
-                logits_NV, result_2N = self._compute(key)
-        return _Captured(graph=graph, logits_NV=logits_NV, result_2N=result_2N)
+                captured = self._compute(key)
+        captured.graph = graph
+        return captured
 
     def _compiled_layers(self) -> AbstractContextManager[object]:
         """While a step is captured, decoder layers call their compiled selves; training's own way stays as it is."""
@@ -214,16 +254,24 @@ class DecodeGraphs:
         return _Calls(self._layers, self._calls, max_programs=MAX_PROGRAMS)
 
     def _bind(self, key: _Key) -> None:
-        decode.bind(self._model.network, self._pool)
-        classes = self._classes(key)
-        for module in self._model.network.modules():
-            if isinstance(module, MultiLoraLinear):
-                module.decode_views = decode.slab_views(self._model.bank, classes, module.site_index)
+        decode.bind(self._model.network, self._pool, self._products, self._offsets(key)[:-1])
+
+    def _offsets(self, key: _Key) -> list[torch.Tensor]:
+        """Of each product, and of the head last; kept, since captured steps read them."""
+        rank_classes = tuple(rank_class for rank_class, _ in key.tiles)
+        if rank_classes not in self._known_offsets:
+            sites = [[layer.site_index for layer in group] for group, _, _ in self._products]
+            sites.append([self._model.head.site_index or 0])
+            self._known_offsets[rank_classes] = [
+                decode.site_offsets(self._model.bank, rank_classes, group, self._model.device) for group in sites
+            ]
+        return self._known_offsets[rank_classes]
 
     def _classes(self, key: _Key) -> tuple[decode.DecodeClass, ...]:
         return tuple(
             decode.DecodeClass(
                 rank_class=rank_class,
+                slab=self._model.bank.work_slab(rank_class).view(-1),
                 row=self._model.bank.layout(rank_class).row,
                 tiles_C4=self._device.fields[f"adapters{rank_class}"][:room],
             )
@@ -231,10 +279,11 @@ class DecodeGraphs:
         )
 
     @torch.no_grad()
-    def _compute(self, key: _Key) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits float32 [N, V]; tokens and their log-probabilities float64 [2, N]."""
+    def _compute(self, key: _Key) -> _Captured:
+        from descant.sample.draw_kernel import draw_rows  # Triton: only where it is used
+
         model, fields, num_rows = self._model, self._device.fields, key.rows
-        adapters = decode.DecodeAdapters(classes=self._classes(key)) if key.tiles else None
+        adapters = decode.DecodeAdapters(classes=self._classes(key))
         pass_ = decode.DecodePass(
             table_NW=fields["table"][:num_rows],
             tiles_N4=fields["tiles"][:num_rows],
@@ -242,14 +291,24 @@ class DecodeGraphs:
         )
         hidden_ND = model.decode_trunk(fields["tokens"][:num_rows], fields["positions"][:num_rows], pass_, adapters)
         head = model.head
-        if adapters is not None and head.site_index is not None:
-            views = decode.slab_views(model.bank, adapters.classes, head.site_index)
-            logits_NV = decode.linear(hidden_ND, head.weight_VD, head.bias_V, views, adapters)
+        if adapters.classes and head.site_index is not None:
+            site = decode.DecodeSite(
+                weight_OI=head.weight_VD,
+                bias_O=head.bias_V,
+                outs=(head.vocab_size,),
+                offsets_KS2=self._offsets(key)[-1],
+            )
+            logits_NV = decode.linear(hidden_ND, site, adapters)
         else:
             logits_NV = nn.functional.linear(hidden_ND, head.weight_VD, head.bias_V)
-        logits_NV = head.scaled(logits_NV)
-        tokens_N, logprobs_N = draw_plain(logits_NV, fields["temperature"][:num_rows], fields["uniform"][:num_rows])
-        return logits_NV, torch.stack((tokens_N.double(), logprobs_N.double()))
+        tokens_N, result_2N = draw_rows(
+            logits_NV,
+            fields["temperature"][:num_rows],
+            fields["uniform"][:num_rows],
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+        )
+        return _Captured(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
 
     def _splits(self, num_rows: int) -> int:
         heads = self._model.kv_shapes[0][0]
@@ -259,6 +318,47 @@ class DecodeGraphs:
         return splits
 
 
+class _Stage:
+    """A step's inputs and result in host memory. Not to be filled again before the device has read them."""
+
+    def __init__(self, rows: int, width: int, dummy_page: int, *, pinned: bool):
+        self.inputs = _Inputs(rows, width, torch.device("cpu"), pinned=pinned)
+        self.numpy = {name: x.numpy() for name, x in self.inputs.fields.items()}
+        self.numpy["table"][:] = dummy_page
+        self.result = torch.empty(2, rows, dtype=torch.float64, pin_memory=pinned)
+        self.done: Any = None
+        self._dummy_page = dummy_page
+        self._pages: list[tuple[int, ...]] = [()] * rows
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+    def fill(self, sequences: Sequence[SequenceStep], bucket: int, *, ahead: bool, sources: Sequence[int]) -> None:
+        """Everything but the adapters. ``ahead``: one token further than the sequences say."""
+        num_rows, host = len(sequences), self.numpy
+        for name, values in (
+            ("tokens", [s.tokens[0] for s in sequences]),
+            ("positions", [s.context + ahead for s in sequences]),
+            ("temperature", [s.temperature for s in sequences]),
+            ("sources", sources),
+        ):
+            host[name][: len(values)] = values
+            host[name][len(values) : bucket] = 0
+        host["tiles"][:bucket, 3] = host["positions"][:bucket]
+        seeds = np.array([s.seed for s in sequences], np.uint64)
+        host["uniform"][:num_rows] = uniforms(seeds, np.array([s.draw + ahead for s in sequences], np.uint64))
+        table, known = host["table"], self._pages
+        for index, sequence in enumerate(sequences):
+            if known[index] != sequence.pages:
+                table[index, : len(sequence.pages)] = sequence.pages
+                known[index] = sequence.pages
+        for index in range(num_rows, bucket):
+            if known[index] != ():
+                table[index, 0] = self._dummy_page
+                known[index] = ()
+
+
 class _Inputs:
     """One buffer and its fields; the same layout on host and device."""
 
@@ -266,6 +366,7 @@ class _Inputs:
         layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "tokens": (torch.int64, (rows,)),
             "positions": (torch.int64, (rows,)),
+            "sources": (torch.int64, (rows,)),
             "uniform": (torch.float64, (rows,)),
             "tiles": (torch.int32, (rows, 4)),
             **{f"adapters{rank_class}": (torch.int32, (rows, 4)) for rank_class in RANK_CLASSES},
@@ -283,6 +384,14 @@ class _Inputs:
         self.fields["tiles"][:, 0] = index
         self.fields["tiles"][:, 1] = index
         self.fields["tiles"][:, 2] = 1
+
+    def dummies(self, page: int) -> None:
+        """All rows dummies, without adapters."""
+        for name, x in self.fields.items():
+            if name != "tiles":
+                x.zero_()
+        self.fields["tiles"][:, 3] = 0
+        self.fields["table"].fill_(page)
 
 
 class _Calls:

@@ -87,21 +87,6 @@ def draw(
     return tokens_N, logprobs_N1.squeeze(1)
 
 
-def draw_plain(
-    logits_NV: torch.Tensor, temperature_N: torch.Tensor, uniform_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``draw`` of rows without top-k and top-p, all parameters on the device and none read back: the same results.
-    ``temperature_N`` float32 (0: the largest logit), ``uniform_N`` float64."""
-    greedy_N = temperature_N == 0
-    temperature_N = torch.where(greedy_N, torch.ones_like(temperature_N), temperature_N.clamp_min(_MIN_TEMPERATURE))
-    scaled_NV = logits_NV / temperature_N[:, None]
-    normaliser_N1 = normaliser(scaled_NV)
-    drawn_N = _inverse_cdf(scaled_NV - normaliser_N1, uniform_N)
-    tokens_N = torch.where(greedy_N, scaled_NV.argmax(dim=1), drawn_N)
-    logprobs_N1 = scaled_NV.gather(1, tokens_N[:, None]) - normaliser_N1
-    return tokens_N, logprobs_N1.squeeze(1)
-
-
 def _cut(logprobs_MV: torch.Tensor, rows: Sequence[RowParams], head_tokens: int) -> None:
     """Sets to -inf, in place, what top-k and then top-p (of the mass that top-k left) exclude."""
     vocab_size = logprobs_MV.shape[1]

@@ -47,8 +47,8 @@ class SequenceStep:
     """One sequence's part of a step.
 
     ``tokens``: its next input tokens (a prompt's chunk, or the token sampled last), whose first has position
-    ``context``; ``pages``: its page ids, enough for ``context + len(tokens)``. ``sample``: draw the next token from the
-    last position's logits.
+    ``context``; ``pages``: its page ids, at least enough for ``context + len(tokens)``. ``sample``: draw the next token
+    from the last position's logits.
     """
 
     sequence: int
@@ -287,9 +287,17 @@ class Scheduler:
             raise RuntimeError("plan() was called before the last plan's apply() or fail()")
         preemptions = self._preemptions
         for sequence in list(self._running):
-            # An older one may have preempted it just now.
-            if sequence.running and len(sequence.pages) * PAGE_TOKENS < sequence.length:
+            if not sequence.running:  # an older one has preempted it just now
+                continue
+            room = len(sequence.pages) * PAGE_TOKENS
+            if room < sequence.length:
                 self._grow(sequence)
+            elif (
+                room == sequence.length
+                and len(sequence.drawn) + 1 < sequence.request.max_tokens
+                and self._pages.num_free > len(self._running)
+            ):  # one token of room beforehand, while pages abound, lets the sampler compute ahead
+                sequence.pages += self._pages.take(1)
 
         steps = [self._step(sequence, 1) for sequence in self._running if sequence.remaining == 1]
         budget = self._limits.step_tokens
@@ -314,9 +322,8 @@ class Scheduler:
             self._prefilled_tokens += count
         # Nearly all steps are a single drawn token's, and nearly always its pages are those of the step before.
         tokens = (drawn[-1],) if drawn and end == length and count == 1 else sequence.tokens(start, end)
-        num_pages = pages_for(end)
-        if len(sequence.page_tuple) != num_pages:
-            sequence.page_tuple = tuple(sequence.pages[:num_pages])
+        if len(sequence.page_tuple) != len(sequence.pages):
+            sequence.page_tuple = tuple(sequence.pages)
         return SequenceStep(
             sequence=sequence.id,
             version=request.request.version,

@@ -18,7 +18,7 @@ from descant.model.base import BaseModel
 from descant.model.lora import LoraPass
 from descant.model.passes import KVPass, Pass, RowRef, Segment
 from descant.sample.chance import uniform
-from descant.sample.decode import DecodeGraphs, table_width
+from descant.sample.decode import DecodeGraphs, Flight, table_width
 from descant.sample.draw import RowParams, draw, score
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
 from descant.types import Version
@@ -46,6 +46,7 @@ class Sampler:
         self._model = model
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
+        self._ahead: Flight | None = None
         if model.device.type == "cuda" and model.packable:
             self._pool = model.make_kv_pool(num_pages + 1)
             self._decode = DecodeGraphs(
@@ -84,9 +85,7 @@ class Sampler:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
         packable), computes wanted logits only, samples, and returns in the plan's order."""
         if self._decode is not None:
-            outputs = self._run_decode(self._decode, [s for s in plan.sequences if _decodes(s)])
-            if rest := [s for s in plan.sequences if not _decodes(s)]:
-                outputs += self._run(sorted(rest, key=self._order))
+            outputs = self._run_graphs(self._decode, plan.sequences)
         elif self._model.packable:
             outputs = self._run(sorted(plan.sequences, key=self._order))
         else:
@@ -95,8 +94,7 @@ class Sampler:
         return [by_sequence[sequence.sequence] for sequence in plan.sequences]
 
     def _order(self, sequence: SequenceStep) -> tuple[int, int]:
-        row = self._row(sequence)
-        return (0, 0) if row is None else (row.rank_class, row.slot)
+        return _row_order(self._row(sequence))
 
     def _row(self, sequence: SequenceStep) -> RowRef | None:
         if sequence.version is None:
@@ -106,30 +104,56 @@ class Sampler:
             raise ServerError(f"a step names {sequence.version}, which no request has acquired")
         return pin.row
 
-    def _run_decode(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+    def _run_graphs(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """What the device did ahead is taken where it serves; the rest is computed now. A step of decoding sequences
+        only is followed by the next, ahead, before its own result is waited for."""
+        flight, self._ahead = self._ahead, None
+        others = [s for s in sequences if not _decodes(s)]
+        served: list[tuple[int, SequenceStep]] = []
+        fresh: list[tuple[RowRef | None, SequenceStep]] = []
+        for sequence in sequences:
+            if _decodes(sequence):
+                row = self._row(sequence)
+                index = None if flight is None else flight.index(sequence, row)
+                if index is None:
+                    fresh.append((row, sequence))
+                else:
+                    served.append((index, sequence))
+        # Top-k and top-p are drawn on the host, so the device does not know the next token.
+        goes_on = not others and not any(_is_cut(s) for s in sequences)
+
         outputs: list[SequenceOutput] = []
-        for first in range(0, len(sequences), graphs.max_rows):
-            part = [(self._row(s), s) for s in sequences[first : first + graphs.max_rows]]
-            part.sort(key=lambda pair: (0, 0) if pair[0] is None else (pair[0].rank_class, pair[0].slot))
-            rows, chosen = [row for row, _ in part], [sequence for _, sequence in part]
-            decoded = graphs.step(chosen, rows)
-            tokens, logprobs, finite = (
-                decoded.tokens.tolist(),
-                decoded.logprobs.tolist(),
-                np.isfinite(decoded.logprobs).tolist(),
-            )
-            cut = [i for i, s in enumerate(chosen) if s.temperature and (s.top_k > 0 or s.top_p < 1)]
-            if cut:  # top-k and top-p rows are drawn anew
-                tokens_M, logprobs_M = draw(decoded.logits_NV[cut], [_params(chosen[i]) for i in cut])
-                for index, token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
-                    tokens[index], logprobs[index] = token, logprob
-            outputs += [
-                SequenceOutput(sequence=s.sequence, token=token, logprob=logprob)
-                if ok
-                else SequenceOutput(sequence=s.sequence, token=None, logprob=0.0, error=NOT_FINITE)
-                for s, token, logprob, ok in zip(chosen, tokens, logprobs, finite, strict=True)
-            ]
-        return outputs
+        if flight is not None and served:
+            served.sort(key=lambda pair: pair[0])
+            if goes_on and not fresh:
+                self._ahead = graphs.launch_ahead(flight, served)
+            outputs += self._land(flight, served)
+        fresh.sort(key=lambda pair: _row_order(pair[0]))
+        for first in range(0, len(fresh), graphs.max_rows):
+            part = fresh[first : first + graphs.max_rows]
+            launched = [sequence for _, sequence in part]
+            flight = graphs.launch(launched, [row for row, _ in part])
+            rows = list(enumerate(launched))
+            if goes_on and len(part) == len(sequences):
+                self._ahead = graphs.launch_ahead(flight, rows)
+            outputs += self._land(flight, rows)
+        return outputs + (self._run(sorted(others, key=self._order)) if others else [])
+
+    def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
+        decoded = flight.wait()
+        tokens, logprobs = decoded.tokens.tolist(), decoded.logprobs.tolist()
+        finite = np.isfinite(decoded.logprobs).tolist()
+        if cut := [(index, sequence) for index, sequence in rows if _is_cut(sequence)]:
+            logits_MV = self._model.head.scaled(flight.step.logits_NV[[index for index, _ in cut]])
+            tokens_M, logprobs_M = draw(logits_MV, [_params(sequence) for _, sequence in cut])
+            for (index, _), token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
+                tokens[index], logprobs[index] = token, logprob
+        return [
+            SequenceOutput(sequence=sequence.sequence, token=tokens[index], logprob=logprobs[index])
+            if finite[index]
+            else SequenceOutput(sequence=sequence.sequence, token=None, logprob=0.0, error=NOT_FINITE)
+            for index, sequence in rows
+        ]
 
     def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         device = self._model.device
@@ -220,6 +244,14 @@ class Sampler:
 def _decodes(sequence: SequenceStep) -> bool:
     """One token in, one token out."""
     return len(sequence.tokens) == 1 and sequence.sample and sequence.score_targets is None
+
+
+def _is_cut(sequence: SequenceStep) -> bool:
+    return sequence.temperature > 0 and (sequence.top_k > 0 or sequence.top_p < 1)
+
+
+def _row_order(row: RowRef | None) -> tuple[int, int]:
+    return (0, 0) if row is None else (row.rank_class, row.slot)
 
 
 def _params(sequence: SequenceStep) -> RowParams:
