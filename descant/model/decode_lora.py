@@ -9,8 +9,6 @@ Legend: N rows, I in, O out, R rank class, C tiles, P parts, S sites that share 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -25,16 +23,16 @@ ALIGN = tl.constexpr(64)
 
 
 @triton.jit
-def _shrink(
-    x: Any,
-    slab: Any,
-    offsets: Any,
-    tiles: Any,
-    h: Any,
-    num_rows: Any,
-    num_parts: Any,
-    row: Any,
-    x_stride: Any,
+def _shrink(  # type: ignore[no-untyped-def]
+    x,
+    slab,
+    offsets,
+    tiles,
+    h,
+    num_rows,
+    num_parts,
+    row,
+    x_stride,
     IN: tl.constexpr,
     R: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -42,7 +40,7 @@ def _shrink(
     PART: tl.constexpr,
     ROWS: tl.constexpr,
     IEEE: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0)
     part = tl.program_id(1)
     site = tl.program_id(2)
@@ -68,15 +66,15 @@ def _shrink(
 
 
 @triton.jit
-def _expand(
-    h: Any,
-    slab: Any,
-    offsets: Any,
-    tiles: Any,
-    y: Any,
-    num_rows: Any,
-    row: Any,
-    y_stride: Any,
+def _expand(  # type: ignore[no-untyped-def]
+    h,
+    slab,
+    offsets,
+    tiles,
+    y,
+    num_rows,
+    row,
+    y_stride,
     O0: tl.constexpr,
     O1: tl.constexpr,
     O2: tl.constexpr,
@@ -86,7 +84,7 @@ def _expand(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     IEEE: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0)
     block = tl.program_id(1)
     start = tl.load(tiles + tile * 4)

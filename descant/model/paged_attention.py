@@ -13,7 +13,6 @@ Legend: T tokens, B sequences, H query heads, K key heads, G = H / K, D head siz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -26,18 +25,18 @@ PREFILL_ROWS = 64
 
 
 @triton.jit
-def _write(
-    key: Any,
-    value: Any,
-    keys: Any,
-    values: Any,
-    table: Any,
-    tiles: Any,
-    key_stride_t: Any,
-    key_stride_h: Any,
-    value_stride_t: Any,
-    value_stride_h: Any,
-    table_stride: Any,
+def _write(  # type: ignore[no-untyped-def]
+    key,
+    value,
+    keys,
+    values,
+    table,
+    tiles,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    table_stride,
     K: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -45,7 +44,7 @@ def _write(
     BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PAGE: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tiles + tile * 4)
@@ -68,20 +67,20 @@ def _write(
 
 
 @triton.jit
-def _attend(
-    query: Any,
-    keys: Any,
-    values: Any,
-    table: Any,
-    tiles: Any,
-    out: Any,
-    logsumexp: Any,
-    num_tokens: Any,
-    scaling: Any,
-    softcap: Any,
-    query_stride_t: Any,
-    query_stride_h: Any,
-    table_stride: Any,
+def _attend(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    values,
+    table,
+    tiles,
+    out,
+    logsumexp,
+    num_tokens,
+    scaling,
+    softcap,
+    query_stride_t,
+    query_stride_h,
+    table_stride,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -94,7 +93,7 @@ def _attend(
     SOFTCAP: tl.constexpr,
     SPLITS: tl.constexpr,
     IEEE: tl.constexpr,
-) -> None:
+):
     tile = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -166,15 +165,15 @@ def _attend(
 
 
 @triton.jit
-def _combine(
-    parts: Any,
-    logsumexp: Any,
-    out: Any,
-    num_rows: Any,
+def _combine(  # type: ignore[no-untyped-def]
+    parts,
+    logsumexp,
+    out,
+    num_rows,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     s = tl.arange(0, SPLITS)
     dv = tl.arange(0, BLOCK_DV)

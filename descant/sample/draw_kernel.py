@@ -20,7 +20,7 @@ _MIN_TEMPERATURE = tl.constexpr(1e-30)
 
 
 @triton.jit
-def _scaled(x: Any, temperature: Any, logit_scale: Any, softcap: Any, SOFTCAP: tl.constexpr) -> Any:
+def _scaled(x, temperature, logit_scale, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     x = x.to(tl.float32) * logit_scale
     if SOFTCAP:
         x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)
@@ -29,19 +29,19 @@ def _scaled(x: Any, temperature: Any, logit_scale: Any, softcap: Any, SOFTCAP: t
 
 
 @triton.jit
-def _summarise(
-    logits: Any,
-    temperatures: Any,
-    highest: Any,
-    sums: Any,
-    places: Any,
-    logit_scale: Any,
-    softcap: Any,
-    num_blocks: Any,
+def _summarise(  # type: ignore[no-untyped-def]
+    logits,
+    temperatures,
+    highest,
+    sums,
+    places,
+    logit_scale,
+    softcap,
+    num_blocks,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     block = tl.program_id(1)
     v = block * BLOCK + tl.arange(0, BLOCK)
@@ -56,24 +56,24 @@ def _summarise(
 
 
 @triton.jit
-def _choose(
-    logits: Any,
-    temperatures: Any,
-    uniforms: Any,
-    highest: Any,
-    sums: Any,
-    places: Any,
-    tokens: Any,
-    result: Any,
-    logit_scale: Any,
-    softcap: Any,
-    num_blocks: Any,
-    num_rows: Any,
+def _choose(  # type: ignore[no-untyped-def]
+    logits,
+    temperatures,
+    uniforms,
+    highest,
+    sums,
+    places,
+    tokens,
+    result,
+    logit_scale,
+    softcap,
+    num_blocks,
+    num_rows,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     SOFTCAP: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     b = tl.arange(0, BLOCKS)
     temperature = tl.load(temperatures + row)
