@@ -215,14 +215,18 @@ class DecodeGraphs:
             self._slabs.clear()
             self._memory = None
         self._slabs.update(slabs)
-        if key not in self._graphs:
+        while key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(key)
             except RuntimeError as error:
                 torch.cuda.synchronize()
-                logger.warning("decode steps are not captured, which makes them slower: %s", error)
-                self._captures = False
-                return None
+                if self._compiled:
+                    logger.warning("decode steps are not compiled, which makes them slower: %s", error)
+                    self._compiled = False
+                else:
+                    logger.warning("decode steps are not captured, which makes them slower: %s", error)
+                    self._captures = False
+                    return None
         return self._graphs[key]
 
     def _capture(self, key: _Key) -> _Captured:
