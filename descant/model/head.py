@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from descant.model import packed
 from descant.model.lora import LoraPass, lora_backward, lora_forward, lora_intermediates
 
 MIN_ROWS = 8
@@ -59,6 +60,7 @@ class Head:
         self.softcap = softcap
         self.logit_scale = logit_scale
         self.vocab_size = len(weight)
+        self.packed: torch.Tensor | None = None
 
     def logits(self, hidden_ND: torch.Tensor, lora: LoraPass | None, *, start: int = 0) -> torch.Tensor:
         """float32 [N, V] of the stream's tokens ``start:start+N`` (``start`` finds their adapters)."""
@@ -120,7 +122,10 @@ class Head:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         num_rows, saved = len(hidden_ND), []
         padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
-        logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
+        if self.packed is not None and packed.serves(self.packed, padded_ND):
+            logits_NV = packed.linear(padded_ND, self.packed, self.bias_V)[:num_rows]
+        else:
+            logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
         if lora is not None and self.site_index is not None:
             saved = lora_forward(hidden_ND, logits_NV, self.site_index, lora, start=start)
         return self.scaled(logits_NV), saved

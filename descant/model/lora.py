@@ -28,7 +28,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from descant.errors import ServerError
-from descant.model import decode
+from descant.model import decode, packed
 from descant.model.bank import AdapterBank, Layout, LoraSite
 from descant.model.passes import Pass
 from descant.types import SCALE_NUMERATOR
@@ -255,6 +255,7 @@ class MultiLoraLinear(nn.Module):
         self.site = site
         self.channel = channel
         self.decode_site: decode.DecodeSite | None = None
+        self.packed: torch.Tensor | None = None
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
         self._recorded = torch.zeros((), requires_grad=True)
@@ -283,14 +284,20 @@ class MultiLoraLinear(nn.Module):
         if isinstance(lora, decode.DecodeAdapters):
             return decode.forward(self, x, lora)
         if lora is None or not lora.trained(self.site_index):
-            return self.base(x)
+            return self._product(x)
         x_TI = x.reshape(-1, self.site.in_features)
         if torch.is_grad_enabled():
             y_TO = _LoraLinear.apply(x_TI, self._recorded, self, lora)
         else:
-            y_TO = self.base(x_TI)
+            y_TO = self._product(x_TI)
             lora_add(x_TI, y_TO, self.site_index, lora)
         return y_TO.view(*x.shape[:-1], self.site.out_features)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None and packed.serves(self.packed, x):
+            return packed.linear(x, self.packed, self.bias)
+        y: torch.Tensor = self.base(x)
+        return y
 
 
 class _LoraLinear(torch.autograd.Function):

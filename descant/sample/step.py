@@ -58,6 +58,7 @@ class Sampler:
             )
         else:
             self._pool = model.make_kv_pool(num_pages)
+            model.pack_weights()
 
     def acquire(self, version: Version | None) -> None:
         """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
