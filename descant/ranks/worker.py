@@ -234,6 +234,15 @@ def own_directory(parent: Path, name: str) -> Path:
 
 def num_pages(model: BaseModel, settings: RankSettings) -> int:
     """Pages that ``kv_bytes`` pays for, no more than all running sequences could fill."""
-    paid = settings.kv_bytes // (model.kv_bytes_per_token() * PAGE_TOKENS)
+    paid = kv_bytes(settings, model.device) // (model.kv_bytes_per_token() * PAGE_TOKENS)
     longest = -(-model.facts.max_context_length // PAGE_TOKENS)
     return max(2, min(paid, longest * settings.max_running))
+
+
+def kv_bytes(settings: RankSettings, device: torch.device) -> int:
+    if settings.kv_bytes is not None:
+        return settings.kv_bytes
+    if device.type != "cuda":
+        return 1 << 30
+    free, _ = torch.cuda.mem_get_info(device)
+    return free * 2 // 5

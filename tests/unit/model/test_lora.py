@@ -493,3 +493,31 @@ def test_joined_layers_on_other_inputs_compute_for_themselves() -> None:
     MultiLoraLinear.join(layers)
     layers[0](x)
     assert_close(layers[1](other).detach(), want, 1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+@pytest.mark.parametrize("gap", [1, 2])
+def test_batched_decode_rows_have_the_loops_bits(length: int, gap: int) -> None:
+    """Slots next to one another, and with gaps; a step of even segments of one scale is batched, and only that."""
+    bank, (layers, channel) = make_bank(torch.bfloat16), make_layers(torch.bfloat16)
+    names = [f"even{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        bank.create(name, LoraConfig(rank=16, seed=number))
+        bank.weights(name).normal_(std=0.1)
+        bank.refresh_work(name)
+    segments = tuple(
+        segment(bank, name, i * length, (i + 1) * length, gradient=None) for i, name in enumerate(names[::gap])
+    )
+    pass_ = Pass(seq_lens=(len(segments) * length,), segments=segments)
+    x = torch.randn(pass_.num_tokens, IN, dtype=torch.bfloat16)
+    [batched] = LoraPass.of(pass_, bank).runs(0, pass_.num_tokens)  # type: ignore[union-attr]
+    assert batched.is_even
+    with torch.no_grad():
+        auto, loop = (
+            run(layers, channel, LoraPass.of(pass_, bank, products=products), x)  # type: ignore[arg-type]
+            for products in ("auto", "loop")
+        )
+    assert torch.equal(auto, loop)
+    mixed = LoraPass.of(mixed_pass(bank), bank)
+    assert mixed is not None
+    assert not any(part.is_even for part in mixed.runs(0, TOKENS))
