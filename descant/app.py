@@ -79,7 +79,9 @@ class Keeper:
 
     def __init__(self, model: str, settings: Settings):
         self._model = model
-        self._spec = RankSpec(model=model, settings=settings.rank, spill_dir=str(settings.data_dir / "spill"))
+        self._spec = RankSpec(
+            model=model, settings=settings.rank, losses=settings.losses, spill_dir=str(settings.data_dir / "spill")
+        )
         self._replica: Replica | None = None
         self._died = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

@@ -60,7 +60,8 @@ class Datum:
     """One training sequence.
 
     ``loss_fn_inputs``: dense arrays by the SDK's names: ``target_tokens`` int64 [L] or [L, K]; ``weights``,
-    ``logprobs``, ``advantages`` float32 of that shape ([L] for the RL losses). ``train.check`` checks them.
+    ``logprobs``, ``advantages``, ``sequence_ratio_mask`` float32 of that shape ([L] for the RL losses).
+    ``train.check`` checks them.
     """
 
     model_input: ModelInput
@@ -73,6 +74,7 @@ LOSS_FN_INPUTS: Mapping[str, tuple[str, ...]] = {
     "ppo": ("target_tokens", "logprobs", "advantages"),
     "cispo": ("target_tokens", "logprobs", "advantages"),
     "dro": ("target_tokens", "logprobs", "advantages"),
+    "gspo": ("target_tokens", "logprobs", "advantages", "sequence_ratio_mask"),
 }
 """The losses served, and the arrays each takes. ``weights`` may be left out (ones)."""
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from transformers import AttentionInterface
 
 from descant.errors import UserError
 from descant.model.decode import DecodePass
-from descant.model.passes import PAGE_TOKENS, PASSES, Pass, to_device
+from descant.model.passes import PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
 
 NAME = "descant"
 
@@ -175,6 +175,8 @@ def _spans(plan: Pass) -> list[_Span]:
     spans, start = [], 0
     for sequence, length in enumerate(plan.seq_lens):
         context = plan.kv.context_lens[sequence] if plan.kv is not None else 0
+        if plan.prefixes and (prefix := plan.prefixes[sequence]) is not None:
+            context = prefix.length
         if length:
             spans.append(_Span(sequence=sequence, start=start, length=length, context=context))
         start += length
@@ -182,19 +184,19 @@ def _spans(plan: Pass) -> list[_Span]:
 
 
 def _groups(spans: list[_Span], *, paged: bool, num_heads: int, key_numbers: int) -> Iterator[list[_Span]]:
-    """Spans that are computed together. In training: those with the same number of blocks. Over pages: those with few
-    query tokens and less than twice the blocks of the shortest, while the gathered keys fit."""
-    groups: dict[int, list[_Span]] = defaultdict(list)
+    """Spans that are computed together. In training: those with the same number of blocks, of queries and of keys. Over
+    pages: those with few query tokens and less than twice the blocks of the shortest, while the gathered keys fit."""
+    groups: dict[tuple[int, int], list[_Span]] = defaultdict(list)
     decode: list[_Span] = []
     for span in spans:
         if not paged:
-            groups[span.num_blocks].append(span)
+            groups[math.ceil(span.length / PAGE_TOKENS), span.num_blocks].append(span)
         elif span.length <= DECODE_ROWS:
             decode.append(span)
         else:
             yield [span]
-    for num_blocks, group in groups.items():
-        scores = num_heads * (num_blocks * PAGE_TOKENS) ** 2
+    for (num_row_blocks, num_blocks), group in groups.items():
+        scores = num_heads * num_row_blocks * num_blocks * PAGE_TOKENS**2
         together = max(1, TILE_SCORES // scores)
         for i in range(0, len(group), together):
             yield group[i : i + together]
@@ -248,7 +250,10 @@ def _tiles_of(
         blocks = torch.arange(first_block, last_block)
         key_positions_N = torch.arange(first_block * PAGE_TOKENS, last_block * PAGE_TOKENS)
         if plan.kv is None:
-            keys = start + torch.minimum(key_positions_N, length - 1)
+            rows_of = _sequence_rows(plan)
+            keys = torch.stack(
+                [rows_of[span.sequence][key_positions_N.clamp(max=span.context + span.length - 1)] for span in group]
+            )
         else:
             own_blocks = (context + length - 1) // PAGE_TOKENS
             table = plan.kv.page_table.cpu()[[span.sequence for span in group]]
@@ -271,6 +276,14 @@ def _tiles_of(
             bias=bias[:, None, None].to(device),
             masked_from=masked_from,
         )
+
+
+def _sequence_rows(plan: Pass) -> list[torch.Tensor]:
+    """``stream_rows`` of the pass, on the host."""
+    if "sequence_rows" not in plan.cache:
+        prefixes = plan.prefixes or (None,) * len(plan.seq_lens)
+        plan.cache["sequence_rows"] = [torch.from_numpy(rows) for rows in stream_rows(plan.seq_lens, prefixes)]
+    return cast("list[torch.Tensor]", plan.cache["sequence_rows"])
 
 
 def _run(indices: torch.Tensor) -> slice | None:
@@ -535,54 +548,81 @@ def _blocked_backward(
     out: torch.Tensor,
     logsumexp_HT: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    logsumexp = logsumexp_HT.t()
+    logsumexp = logsumexp_HT.t().contiguous()
     has_kernel = query.device.type == "cpu" and rule.softcap is None and query.shape[-1] == value.shape[-1]
-    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    for length, starts in _equal_lengths(plan.seq_lens):
-        rows = (torch.tensor(starts).unsqueeze(1) + torch.arange(length)).flatten()
+    # Keys of a prefix get a part from each sequence that reads them: summed in float32, and rounded once.
+    summed = torch.float32 if plan.prefixes else key.dtype
+    dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    dk, dv = (torch.empty(x.shape, dtype=summed, device=x.device) for x in (key, value))
+    if plan.prefixes:
+        dk.zero_()
+        dv.zero_()
+    for group in _equal_lengths(plan):
+        size, rows, keys = len(group.rows), group.rows.flatten(), group.keys.flatten()
         run = _run(rows)
-        rows = rows.to(query.device)
+        key_run = run if group.context == 0 else None
+        rows, keys = rows.to(query.device), keys.to(query.device)
 
-        def of_group(
-            x: torch.Tensor, rows: torch.Tensor = rows, run: slice | None = run, size: int = len(starts)
+        def of_queries(
+            x: torch.Tensor, rows: torch.Tensor = rows, run: slice | None = run, size: int = size
         ) -> torch.Tensor:
             return _rows(x, rows, run).view(size, -1, *x.shape[1:]).transpose(1, 2)
 
-        q, k, v, do = (of_group(x) for x in (query, key, value, grad_out))
+        k, v = (_rows(x, keys, key_run).view(size, -1, *x.shape[1:]).transpose(1, 2) for x in (key, value))
+        q, do = of_queries(query), of_queries(grad_out)
         if has_kernel:
-            parts = _kernel_backward(
-                rule, q, k, v, do, of_group(out), of_group(logsumexp.contiguous().unsqueeze(2)).squeeze(3)
-            )
+            softmax = of_queries(out), of_queries(logsumexp.unsqueeze(2)).squeeze(3)
+            parts = _kernel_backward(rule, group.context, q, k, v, do, *softmax)
         else:
-            parts = _plain_backward(rule, q, k, v, do)
-        for grad, part in zip(grads, parts):
-            part = part.transpose(1, 2).flatten(0, 1)
-            if run is not None:
-                grad[run] = part
+            parts = _plain_backward(rule, group.context, q, k, v, do)
+        q_part, *key_parts = (part.transpose(1, 2).flatten(0, 1) for part in parts)
+        if run is not None:
+            dq[run] = q_part
+        else:
+            dq[rows] = q_part.to(dq.dtype)
+        for grad, part in zip((dk, dv), key_parts):
+            if plan.prefixes:
+                grad.index_add_(0, keys, part.to(grad.dtype))
+            elif key_run is not None:
+                grad[key_run] = part
             else:
-                grad[rows] = part.to(grad.dtype)
-    return grads
+                grad[keys] = part.to(grad.dtype)
+    return dq, dk.to(key.dtype), dv.to(value.dtype)
 
 
-def _equal_lengths(seq_lens: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """``(length, where its sequences start)``."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    start = 0
-    for length in seq_lens:
-        if length:
-            groups[length].append(start)
-        start += length
-    return list(groups.items())
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Equal:
+    """Sequences of one length behind prefixes of one length: ``rows`` int64 [B, L] and ``keys`` [B, context + L]."""
+
+    context: int
+    rows: torch.Tensor
+    keys: torch.Tensor
 
 
-def _unseen(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    position = torch.arange(length, device=device)
-    behind = position.unsqueeze(1) - position
+def _equal_lengths(plan: Pass) -> list[_Equal]:
+    if "equal_lengths" not in plan.cache:
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for span in _spans(plan):
+            groups[span.context, span.length].append(span.sequence)
+        rows_of = _sequence_rows(plan)
+        keys = {key: torch.stack([rows_of[sequence] for sequence in members]) for key, members in groups.items()}
+        plan.cache["equal_lengths"] = [
+            _Equal(context=context, rows=keys_BN[:, context:], keys=keys_BN) for (context, _), keys_BN in keys.items()
+        ]
+    return cast("list[_Equal]", plan.cache["equal_lengths"])
+
+
+def _unseen(length: int, window: int | None, device: torch.device, context: int = 0) -> torch.Tensor:
+    """bool [length, context + length]: queries behind a context of keys."""
+    behind = torch.arange(context, context + length, device=device).unsqueeze(1) - torch.arange(
+        context + length, device=device
+    )
     return (behind < 0) if window is None else (behind < 0) | (behind >= window)
 
 
 def _kernel_backward(
     rule: _Rule,
+    context: int,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -590,14 +630,14 @@ def _kernel_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """[B, H or K, L, D]. PyTorch's flash kernel takes our out and logsumexp as if they were its own."""
+    """[B, H or K, L (keys: context + L), D]. PyTorch's flash kernel takes our out and logsumexp as if they were its
+    own."""
     num_key_heads, length = k.shape[1], q.shape[2]
     group = q.shape[1] // num_key_heads
     mask = None
-    if rule.window is not None and rule.window < length:
-        mask = torch.zeros(length, length, dtype=q.dtype).masked_fill_(
-            _unseen(length, rule.window, q.device), -torch.inf
-        )
+    if context or (rule.window is not None and rule.window < length):
+        unseen = _unseen(length, rule.window, q.device, context)
+        mask = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, -torch.inf)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out,
         q,
@@ -614,16 +654,17 @@ def _kernel_backward(
 
 
 def _plain_backward(
-    rule: _Rule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+    rule: _Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """[B, H or K, L, D]. By autograd over the formula, in float32 (a soft cap, values of another size, CUDA)."""
+    """[B, H or K, L (keys: context + L), D]. By autograd over the formula, in float32 (a soft cap, values of another
+    size, CUDA)."""
     group = q.shape[1] // k.shape[1]
     with torch.enable_grad():
         q32, k32, v32 = leaves = tuple(x.detach().float().requires_grad_() for x in (q, k, v))
         scores = q32 @ k32.repeat_interleave(group, 1).transpose(2, 3) * rule.scaling
         if rule.softcap is not None:
             scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        scores = scores.masked_fill(_unseen(q.shape[2], rule.window, q.device), -torch.inf)
+        scores = scores.masked_fill(_unseen(q.shape[2], rule.window, q.device, context), -torch.inf)
         out = scores.softmax(-1) @ v32.repeat_interleave(group, 1)
         return torch.autograd.grad(out, leaves, grad_out.float())
 
@@ -641,14 +682,46 @@ def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _varlen_options(plan: Pass, rule: _Rule, device: torch.device) -> tuple[torch.Tensor, int, dict[str, Any]]:
-    """Where sequences end int32 [B + 1], the longest, and what both kernels are told of the rule."""
+def _varlen_options(plan: Pass, rule: _Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
+    """And what both kernels are told of the rule."""
     if "cu_seqlens" not in plan.cache:
-        ends = torch.tensor((0, *plan.seq_lens), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        plan.cache["cu_seqlens"] = to_device(ends, device)
+        plan.cache["cu_seqlens"] = _cumulative_lengths(plan, device)
     window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
-    cu_seqlens = cast(torch.Tensor, plan.cache["cu_seqlens"])
-    return cu_seqlens, max(plan.seq_lens), {"scale": rule.scaling, **window}
+    return cast("_Lengths", plan.cache["cu_seqlens"]), {"scale": rule.scaling, **window}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lengths:
+    """Where the sequences' queries and their keys end, int32 [B + 1], and the longest of each. ``key_rows`` int64: the
+    tokens of the stream that the keys are; None: the stream as it is, and as many keys as queries. With more keys than
+    queries the kernel's causal mask is aligned at the end of both, as a prefix wants it."""
+
+    query_ends: torch.Tensor
+    key_ends: torch.Tensor
+    longest_query: int
+    longest_key: int
+    key_rows: torch.Tensor | None
+
+
+def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
+    spans = _spans(plan)
+    lengths = [span.length for span in spans]
+    key_lengths = [span.context + span.length for span in spans]
+    ends, key_ends = (
+        to_device(torch.tensor((0, *sizes), dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+        for sizes in (lengths, key_lengths)
+    )
+    key_rows = None
+    if plan.prefixes:
+        rows_of = _sequence_rows(plan)
+        key_rows = to_device(torch.cat([rows_of[span.sequence] for span in spans]), device)
+    return _Lengths(
+        query_ends=ends,
+        key_ends=key_ends,
+        longest_query=max(lengths),
+        longest_key=max(key_lengths),
+        key_rows=key_rows,
+    )
 
 
 def _varlen(
@@ -656,9 +729,21 @@ def _varlen(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels under PyTorch's own packed attention (``torch.nn.attention.varlen``), which has no way to be called
     from an operator and be differentiated there. They take fewer key heads than query heads."""
-    ends, longest, options = _varlen_options(plan, rule, query_THD.device)
+    lengths, options = _varlen_options(plan, rule, query_THD.device)
+    if lengths.key_rows is not None:
+        key_TKD, value_TKD = (x.index_select(0, lengths.key_rows) for x in (key_TKD, value_TKD))
     out, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
-        query_THD, key_TKD, value_TKD, ends, ends, longest, longest, 0.0, rule.window is None, False, **options
+        query_THD,
+        key_TKD,
+        value_TKD,
+        lengths.query_ends,
+        lengths.key_ends,
+        lengths.longest_query,
+        lengths.longest_key,
+        0.0,
+        rule.window is None,
+        False,
+        **options,
     )
     return out, logsumexp_HT
 
@@ -673,26 +758,32 @@ def _varlen_backward(
     out: torch.Tensor,
     logsumexp_HT: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    ends, longest, options = _varlen_options(plan, rule, query.device)
+    lengths, options = _varlen_options(plan, rule, query.device)
+    rows = lengths.key_rows
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout
-    grads = torch.ops.aten._flash_attention_backward(
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad_out.contiguous(),
         query,
-        key,
-        value,
+        key if rows is None else key.index_select(0, rows),
+        value if rows is None else value.index_select(0, rows),
         out,
         logsumexp_HT.contiguous(),
-        ends,
-        ends,
-        longest,
-        longest,
+        lengths.query_ends,
+        lengths.key_ends,
+        lengths.longest_query,
+        lengths.longest_key,
         0.0,
         rule.window is None,
         unused,
         unused,
         **options,
     )
-    return cast("tuple[torch.Tensor, ...]", grads)
+    if rows is not None:  # a key of a prefix gets a part from each sequence that reads it: summed in float32
+        dk, dv = (
+            torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, rows, part.float()).to(x.dtype)
+            for x, part in ((key, dk), (value, dv))
+        )
+    return dq, dk, dv
 
 
 def _paged(

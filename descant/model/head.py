@@ -6,7 +6,10 @@ weight stays as it is). In training, a chunk's dLogits are formed right where it
 Trainer and sampler get their logits from one function, in the base's dtype and then float32, over at least 8 rows
 (below 4 rows the fp32 library takes another path): a row's bits do not depend on how many rows are asked for.
 
-Legend: T tokens, D hidden size, V vocabulary, K targets a position, C tokens of a chunk, N rows asked for.
+A place is where a token's log-probabilities are asked for. Usually that is each token once; a token that several
+sequences share has several places, with targets and a loss each, and its logits are still made once.
+
+Legend: T tokens, P places, D hidden size, V vocabulary, K targets a place, C tokens of a chunk, N rows asked for.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from descant.model.lora import (
     lora_linear,
     lora_linear_backward,
 )
+from descant.model.passes import to_device
 
 MIN_ROWS = 8
 
@@ -34,17 +38,17 @@ CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
 (1024 tokens in bf16, one thread: 0.77 s at 128, 1.4 s at 1024); on CUDA a small chunk leaves the device idle."""
 
 ChunkLoss = Callable[[slice, torch.Tensor], torch.Tensor | None]
-"""``(tokens, logprobs_CK float32) -> dloss/dlogprobs_CK float32`` (None: nothing to push back for this chunk).
+"""``(places, logprobs float32) -> dloss/dlogprobs float32`` (None: nothing to push back for this chunk).
 
-Called once per chunk, in stream order. It must return finite numbers only: what is not finite is put to 0 by ``where``
-and reported by whoever owns the loss."""
+Called once per chunk, in stream order, with the chunk's places and their K log-probabilities each. It must return
+finite numbers only: what is not finite is put to 0 by ``where`` and reported by whoever owns the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutput:
-    """``logprobs_TK`` float32 [T, K]; ``dhidden_TD`` in the base's dtype, None without a ``loss``."""
+    """``logprobs_PK`` float32 [P, K]; ``dhidden_TD`` in the base's dtype, None without a ``loss``."""
 
-    logprobs_TK: torch.Tensor
+    logprobs_PK: torch.Tensor
     dhidden_TD: torch.Tensor | None
 
 
@@ -86,71 +90,91 @@ class Head:
     def logprobs(
         self,
         hidden_TD: torch.Tensor,
-        targets_TK: torch.Tensor,
+        targets_PK: torch.Tensor,
         lora: LoraPass | None,
         loss: ChunkLoss | None = None,
         chunk_tokens: int | None = None,
+        tokens_P: torch.Tensor | None = None,
     ) -> HeadOutput:
-        """Log-probabilities of ``targets_TK`` int64. With ``loss``, also dHidden, and dA, dB of the unembedding go into
+        """Log-probabilities of ``targets_PK`` int64. With ``loss``, also dHidden, and dA, dB of the unembedding go into
         the gradient rows. ``hidden_TD`` is detached inside: the caller runs ``hidden.backward(dhidden)``.
+        ``tokens_P`` int64 on the host, never falling: the token of each place; None: places are the tokens.
         Chunks whose dloss/dlogprobs is None or all zero skip the backward half; so does every token whose dloss is
         zero, on CPU (on CUDA the host would wait for their number, so they are computed and come out as zero)."""
+        device = hidden_TD.device
         if chunk_tokens is None:
-            chunk_tokens = CHUNK_TOKENS["cpu" if hidden_TD.device.type == "cpu" else "cuda"]
+            chunk_tokens = CHUNK_TOKENS["cpu" if device.type == "cpu" else "cuda"]
+        one_each = tokens_P is None
+        if tokens_P is None:
+            tokens_P = torch.arange(len(hidden_TD))
         hidden_TD = hidden_TD.detach()
-        logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
+        logprobs_PK = torch.empty(targets_PK.shape, dtype=torch.float32, device=device)
         dhidden_TD = None if loss is None else torch.zeros_like(hidden_TD)
+        starts = list(range(0, len(hidden_TD), chunk_tokens))
+        bounds = torch.searchsorted(tokens_P, torch.tensor([*starts, len(hidden_TD)])).tolist()
+        tokens_P = to_device(tokens_P, device)
         with torch.no_grad():
-            for start in range(0, len(hidden_TD), chunk_tokens):
+            for start, places in zip(starts, map(slice, bounds, bounds[1:])):
                 chunk = slice(start, min(start + chunk_tokens, len(hidden_TD)))
-                targets_CK = targets_TK[chunk]
-                if self.compiled and targets_TK.shape[1] == 1 and chunk.stop - chunk.start >= MIN_ROWS:
-                    self._fused_chunk(chunk, hidden_TD, targets_TK, lora, loss, logprobs_TK, dhidden_TD)
+                rows_P, targets = tokens_P[places] - start, targets_PK[places]
+                if self.compiled and targets.shape[1] == 1 and chunk.stop - chunk.start >= MIN_ROWS:
+                    shared_P = None if one_each else rows_P
+                    self._fused_chunk(chunk, places, shared_P, hidden_TD, targets, lora, loss, logprobs_PK, dhidden_TD)
                     continue
                 logits_CV, saved = self._logits(hidden_TD[chunk], lora, start)
                 normaliser_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
-                logprobs_TK[chunk] = logits_CV.gather(1, targets_CK) - normaliser_C1
+                chosen = logits_CV.view(-1)[_cells(rows_P, targets, self.vocab_size)]
+                logprobs_PK[places] = chosen - normaliser_C1[rows_P]
                 if loss is None or dhidden_TD is None:
                     continue
-                dlogprobs_CK = loss(chunk, logprobs_TK[chunk])
-                if dlogprobs_CK is None:
+                dlogprobs = loss(places, logprobs_PK[places])
+                if dlogprobs is None:
                     continue
                 # dLogits take the place of the logits, which nobody needs any more.
                 self._backward(
                     hidden_TD[chunk],
                     logits_CV,
                     normaliser_C1,
-                    targets_CK,
-                    dlogprobs_CK,
+                    rows_P,
+                    targets,
+                    dlogprobs,
                     saved,
                     lora,
                     start,
                     dhidden_TD[chunk],
                 )
-        return HeadOutput(logprobs_TK=logprobs_TK, dhidden_TD=dhidden_TD)
+        return HeadOutput(logprobs_PK=logprobs_PK, dhidden_TD=dhidden_TD)
 
     def _fused_chunk(
         self,
         chunk: slice,
+        places: slice,
+        rows_P: torch.Tensor | None,
         hidden_TD: torch.Tensor,
-        targets_T1: torch.Tensor,
+        targets_P1: torch.Tensor,
         lora: LoraPass | None,
         loss: ChunkLoss | None,
-        logprobs_T1: torch.Tensor,
+        logprobs_P1: torch.Tensor,
         dhidden_TD: torch.Tensor | None,
     ) -> None:
-        """What ``logprobs`` does with a chunk, with logits and dLogits in the base's dtype."""
-        hidden_CD, targets_C, start = hidden_TD[chunk], targets_T1[chunk, 0], chunk.start
+        """What ``logprobs`` does with a chunk, with logits and dLogits in the base's dtype. ``rows_P`` None: one place
+        each."""
+        hidden_CD, targets_P, start = hidden_TD[chunk], targets_P1[:, 0], chunk.start
         logits_CV, saved = self._raw_logits(hidden_CD, lora, start)
+        extra = None if rows_P is None else _Places.of(rows_P, targets_P, logits_CV, self.logit_scale, self.softcap)
+        targets_C = targets_P if extra is None else extra.first_targets_C
         _of_any_length(logits_CV, targets_C)
         logprobs_C, normaliser_C = _target_logprobs(logits_CV, targets_C, self.logit_scale, self.softcap)
-        logprobs_T1[chunk, 0] = logprobs_C
-        dlogprobs_C1 = None if loss is None else loss(chunk, logprobs_T1[chunk])
-        if dlogprobs_C1 is None or dhidden_TD is None:
+        logprobs_P1[places, 0] = logprobs_C if extra is None else extra.logits_P - normaliser_C[extra.rows_P]
+        dlogprobs_P1 = None if loss is None else loss(places, logprobs_P1[places])
+        if dlogprobs_P1 is None or dhidden_TD is None:
             return
-        dlogprobs_C = dlogprobs_C1[:, 0].contiguous()
+        dlogprobs_P = dlogprobs_P1[:, 0].contiguous()
+        dlogprobs_C = dlogprobs_P if extra is None else extra.sum_by_row(dlogprobs_P)
         _of_any_length(normaliser_C, dlogprobs_C)
         dy_CV = _dlogits(logits_CV, normaliser_C, targets_C, dlogprobs_C, self.logit_scale, self.softcap)
+        if extra is not None:
+            extra.move_to_targets(dy_CV, dlogprobs_P)
         if lora is None or self.site_index is None:
             torch.mm(dy_CV, self.weight_VD, out=dhidden_TD[chunk])
             return
@@ -198,15 +222,18 @@ class Head:
         hidden_CD: torch.Tensor,
         logits_CV: torch.Tensor,
         normaliser_C1: torch.Tensor,
-        targets_CK: torch.Tensor,
-        dlogprobs_CK: torch.Tensor,
+        rows_P: torch.Tensor,
+        targets_PK: torch.Tensor,
+        dlogprobs_PK: torch.Tensor,
         saved: list[torch.Tensor],
         lora: LoraPass | None,
         start: int,
         dhidden_CD: torch.Tensor,
     ) -> None:
-        """dHidden of a chunk into ``dhidden_CD``, dA and dB into the gradient rows; ``logits_CV`` is used up."""
-        wanted_C = (dlogprobs_CK != 0).any(dim=1)
+        """dHidden of a chunk into ``dhidden_CD``, dA and dB into the gradient rows; ``logits_CV`` is used up.
+        Place p is at row ``rows_P[p]`` of the chunk."""
+        wanted_P = (dlogprobs_PK != 0).any(dim=1)
+        wanted_C = torch.zeros(len(hidden_CD), device=hidden_CD.device).index_add_(0, rows_P, wanted_P.float()) > 0
         kept: torch.Tensor | None = None
         if not hidden_CD.is_cuda:
             kept = wanted_C.nonzero().squeeze(1)
@@ -214,15 +241,18 @@ class Head:
                 return
             if len(kept) < len(hidden_CD):
                 hidden_CD, logits_CV, normaliser_C1 = hidden_CD[kept], logits_CV[kept], normaliser_C1[kept]
-                targets_CK, dlogprobs_CK = targets_CK[kept], dlogprobs_CK[kept]
+                targets_PK, dlogprobs_PK = targets_PK[wanted_P], dlogprobs_PK[wanted_P]
+                rows_P = (wanted_C.cumsum(0) - 1)[rows_P[wanted_P]]
                 if lora is not None and self.site_index is not None:
                     lora, start = lora.select((kept + start).tolist()), 0
                     if lora is not None:
                         saved = lora_intermediates(hidden_CD, [self.vocab_size], [self.site_index], lora)
 
         slope_CV = None if self.softcap is None else 1 - (logits_CV / self.softcap).square()
-        dlogits_CV = logits_CV.sub_(normaliser_C1).exp_().mul_(-dlogprobs_CK.sum(dim=1, keepdim=True))
-        dlogits_CV.scatter_add_(1, targets_CK, dlogprobs_CK)
+        dlogprobs_C = normaliser_C1.new_zeros(len(hidden_CD)).index_add_(0, rows_P, dlogprobs_PK.sum(dim=1))
+        dlogits_CV = logits_CV.sub_(normaliser_C1).exp_().mul_(-dlogprobs_C[:, None])
+        cells = _cells(rows_P, targets_PK, self.vocab_size)
+        dlogits_CV.view(-1).scatter_add_(0, cells.view(-1), dlogprobs_PK.reshape(-1))
         if slope_CV is not None:
             dlogits_CV.mul_(slope_CV)
         if self.logit_scale != 1.0:
@@ -239,6 +269,59 @@ class Head:
             dhidden_CD.copy_(dh_CD)
         else:
             dhidden_CD[kept] = dh_CD
+
+
+def _cells(rows_P: torch.Tensor, targets_PK: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Where the targets lie in the chunk's logits, counted through, int64 [P, K]."""
+    return targets_PK + rows_P[:, None] * vocab_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Several places a row beside kernels that know one target a row: they are given each row's first, and what the
+    others' targets get is moved there afterwards. ``slope_P`` and ``first_slope_P``: of the scaled and capped logit, at
+    a place's target and at its row's first."""
+
+    rows_P: torch.Tensor
+    targets_P: torch.Tensor
+    first_targets_C: torch.Tensor
+    logits_P: torch.Tensor
+    slope_P: torch.Tensor
+    first_slope_P: torch.Tensor
+
+    @staticmethod
+    def of(
+        rows_P: torch.Tensor, targets_P: torch.Tensor, logits_CV: torch.Tensor, scale: float, softcap: float | None
+    ) -> _Places:
+        rows_C = torch.arange(len(logits_CV), device=rows_P.device)
+        first_C = torch.searchsorted(rows_P, rows_C).clamp(max=len(rows_P) - 1)  # any, for a row without a place
+        first_targets_C = targets_P[first_C]
+
+        def at(targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = _scaled_logits(logits_CV[rows_P, targets], scale, softcap)
+            slope = torch.ones_like(logits) if softcap is None else 1 - (logits / softcap).square()
+            return logits, slope * scale
+
+        logits_P, slope_P = at(targets_P)
+        return _Places(
+            rows_P=rows_P,
+            targets_P=targets_P,
+            first_targets_C=first_targets_C,
+            logits_P=logits_P,
+            slope_P=slope_P,
+            first_slope_P=at(first_targets_C[rows_P])[1],
+        )
+
+    def sum_by_row(self, dlogprobs_P: torch.Tensor) -> torch.Tensor:
+        return dlogprobs_P.new_zeros(len(self.first_targets_C)).index_add_(0, self.rows_P, dlogprobs_P)
+
+    def move_to_targets(self, dlogits_CV: torch.Tensor, dlogprobs_P: torch.Tensor) -> None:
+        firsts_P = self.first_targets_C[self.rows_P]
+        moved_P = torch.where(self.targets_P == firsts_P, 0.0, dlogprobs_P)
+        for targets, given_P in ((self.targets_P, moved_P * self.slope_P), (firsts_P, -moved_P * self.first_slope_P)):
+            given_P = torch.where(moved_P == 0, 0.0, given_P)  # 0·NaN must not come back
+            cells_P = _cells(self.rows_P, targets[:, None], dlogits_CV.shape[1])[:, 0]
+            dlogits_CV.view(-1).index_add_(0, cells_P, given_P.to(dlogits_CV.dtype))
 
 
 def _of_any_length(*tensors: torch.Tensor) -> None:

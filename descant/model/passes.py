@@ -3,17 +3,23 @@
 A pass is a flat stream of T tokens: sequences one after another, sorted by adapter so that every adapter's tokens are
 one run. Everything here is built once per pass on the host; layers only read it.
 
+Sequences that begin alike may share those tokens: they are in the stream once, in the first sequence that has them, and
+the others name it as their prefix. Only attention knows: everything else is computed token by token.
+
 Legend: T tokens of the pass, B sequences, P pages of the KV pool, H heads, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 Held = TypeVar("Held")
 
@@ -65,6 +71,15 @@ class KVPass:
     context_lens: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """A sequence's first ``length`` tokens are those of sequence ``parent``, an earlier one (with a prefix itself,
+    maybe): it reads that one's keys and values there, and has only what follows in the stream."""
+
+    parent: int
+    length: int
+
+
 class Handles(Generic[Held]):
     """Numbers for what a compiled layer must not see.
 
@@ -90,11 +105,13 @@ class Handles(Generic[Held]):
 class Pass:
     """``seq_lens`` (query tokens of each sequence, in stream order) sum to T. ``segments`` are disjoint and rising.
 
-    ``kv`` None: keys are the pass's own tokens (training, scoring), causal within each sequence.
+    ``kv`` None: keys are the pass's own tokens (training, scoring), causal within each sequence and its prefix.
+    ``prefixes``: one for each sequence, or () when nothing is shared; never together with ``kv``.
     ``cache`` belongs to the attention function: index tensors it derives once per pass.
     """
 
     seq_lens: tuple[int, ...]
+    prefixes: tuple[Prefix | None, ...] = ()
     segments: tuple[Segment, ...] = ()
     kv: KVPass | None = None
     cache: dict[str, object] = field(default_factory=dict)
@@ -106,6 +123,17 @@ class Pass:
     @property
     def num_tokens(self) -> int:
         return sum(self.seq_lens)
+
+
+def stream_rows(seq_lens: Sequence[int], prefixes: Sequence[Prefix | None]) -> list[NDArray[np.int64]]:
+    """For each sequence, prefix included, the tokens of the stream that it is made of."""
+    rows: list[NDArray[np.int64]] = []
+    start = 0
+    for length, prefix in zip(seq_lens, prefixes, strict=True):
+        own = np.arange(start, start + length)
+        rows.append(own if prefix is None else np.concatenate([rows[prefix.parent][: prefix.length], own]))
+        start += length
+    return rows
 
 
 PASSES: Handles[Pass] = Handles()

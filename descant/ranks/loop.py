@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, assert_never
 
 from descant.errors import DescantError, ServerError, UserError
@@ -48,6 +49,7 @@ from descant.ranks.turns import (
     served_on_arrival,
 )
 from descant.sample.scheduler import Scheduler, SequenceOutput
+from descant.train.batch import MIN_SHARED_TOKENS, common_prefix
 from descant.train.step import Part, RequestKey
 from descant.types import (
     CheckpointSource,
@@ -56,6 +58,7 @@ from descant.types import (
     DeleteModel,
     EngineCapabilities,
     ForwardBackward,
+    ForwardBackwardOutput,
     LoadState,
     Manifest,
     ModelFacts,
@@ -64,6 +67,7 @@ from descant.types import (
     SnapshotRef,
     Version,
     input_length,
+    input_tokens,
 )
 
 log = logging.getLogger(__name__)
@@ -120,16 +124,29 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class Entry:
-    """A command in its model's queue. ``reading``: its checkpoint is on the way from disk."""
+    """A command in its model's queue since ``arrived_s``. ``waited_s``: until its first microbatch. ``reading``: its
+    checkpoint is on the way from disk."""
 
     call: int
     command: Command
+    arrived_s: float
+    waited_s: float = 0.0
     next_datum: int = 0
     reading: Future[Any] | None = None
+    _shared: list[int] = field(default_factory=lambda: [0])
 
     @property
     def key(self) -> RequestKey:
         return self.command.model_id, self.command.seq_id
+
+    def shared(self, index: int) -> int:
+        """The tokens that datum ``index`` will share with the one before it in a pass of both."""
+        assert isinstance(self.command, ForwardBackward)
+        while len(self._shared) <= index:
+            before, datum = self.command.data[len(self._shared) - 1 : len(self._shared) + 1]
+            tokens = common_prefix(input_tokens(before.model_input), input_tokens(datum.model_input))
+            self._shared.append(tokens if tokens >= MIN_SHARED_TOKENS else 0)
+        return self._shared[index]
 
 
 @dataclass(slots=True)
@@ -154,13 +171,16 @@ class TurnLoop:
         board: Board,
         microbatch_tokens: int,
         steps_per_microbatch: float,
+        seconds: Callable[[], float] = time.monotonic,
     ):
-        """``emit`` is called by the loop's and the file threads. ``executor`` is used from ``run``'s thread on."""
+        """``emit`` is called by the loop's and the file threads. ``executor`` is used from ``run``'s thread on.
+        ``seconds`` measures how long requests wait."""
         self._executor = executor
         self._emit = emit
         self._board = board
         self._microbatch_tokens = microbatch_tokens
         self._steps_per_microbatch = steps_per_microbatch
+        self._seconds = seconds
         self._inbox: queue.SimpleQueue[ToRank | _Posted] = queue.SimpleQueue()
         # Models with something waiting, in order of arrival; ``_served`` remembers the others.
         self._models: OrderedDict[str, ModelQueue] = OrderedDict()
@@ -241,7 +261,7 @@ class TurnLoop:
 
     def _enqueue(self, message: Submit) -> None:
         command = message.command
-        entry = Entry(message.call, command)
+        entry = Entry(message.call, command, self._seconds())
         if isinstance(command, CreateModel | LoadState) and command.source is not None:
             # Read while the model's earlier commands run; the loop is woken when it is there.
             entry.reading = self._reader.submit(self._executor.read, command.source)
@@ -303,9 +323,13 @@ class TurnLoop:
                 if rows or room <= 0:
                     break
                 for index in range(entry.next_datum, len(command.data)):
-                    tokens = max(1, input_length(command.data[index].model_input))
-                    data.append(WaitingDatum(part=Part(request=entry.key, datum=index), tokens=tokens))
-                    room -= tokens
+                    datum = WaitingDatum(
+                        part=Part(request=entry.key, datum=index),
+                        tokens=max(1, input_length(command.data[index].model_input)),
+                        shared=entry.shared(index),
+                    )
+                    room -= datum.added_tokens if data else datum.tokens
+                    data.append(datum)
                     if room <= 0:
                         break
             else:  # a backward without data is refused like a row command: nothing of it joins a pass
@@ -335,6 +359,7 @@ class TurnLoop:
             assert isinstance(entry.command, ForwardBackward)
             if part.datum == 0:
                 opens.append(entry.command)
+                entry.waited_s = self._seconds() - entry.arrived_s
             entry.next_datum = part.datum + 1
             length = input_length(entry.command.data[part.datum].model_input)
             tokens += length
@@ -390,7 +415,10 @@ class TurnLoop:
             if isinstance(outcome.result, DescantError):
                 self._emit(Failed(call=entry.call, error=outcome.result))
             else:
-                self._emit(Finished(call=entry.call, result=outcome.result))
+                result = outcome.result
+                if isinstance(result, ForwardBackwardOutput):
+                    result = replace(result, metrics={**result.metrics, "wait_ms:max": 1000 * entry.waited_s})
+                self._emit(Finished(call=entry.call, result=result))
 
     # ------------------------------------------------------------------------------------------------ sampling
     def _start_sample(self, message: Sample) -> None:

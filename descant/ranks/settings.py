@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -37,12 +38,25 @@ class RankSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossSettings:
+    """What a loss without a public definition is computed as, if the operator says so. None: it is refused."""
+
+    stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = None
+    """Requests for it are checked and computed as requests for this one."""
+
+    def computed_as(self) -> Mapping[str, str]:
+        """The loss asked for → the loss that is computed."""
+        return {} if self.stable_reinforce is None else {"stable_reinforce": self.stable_reinforce}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """One rank to start: which model, with which settings. ``build``: ``module:function`` that makes its ``Executor``
-    of this spec and a callable that is told each phase of the start."""
+    """One rank to start: which model, with which settings and losses. ``build``: ``module:function`` that makes its
+    ``Executor`` of this spec and a callable that is told each phase of the start."""
 
     model: str
     settings: RankSettings
+    losses: LossSettings = field(default_factory=LossSettings)
     cache_dir: str | None = None
     spill_dir: str | None = None
     build: str = "descant.ranks.worker:build"

@@ -46,10 +46,24 @@ Turn = Microbatch | SampleStep | Rows
 # What waits
 
 
+MAX_SHARING = 8
+"""A pass takes datums of at most so many times its budget, however much of them is shared: attention still reads all of
+it for each of them, and each token of each has a loss of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingDatum:
+    """``shared``: the tokens that it begins with as the datum before it does, which are computed once in a pass of
+    both (0 unless they share)."""
+
     part: Part
     tokens: int
+    shared: int = 0
+
+    @property
+    def added_tokens(self) -> int:
+        """What it adds to a pass that has the datum before it."""
+        return max(self.tokens - self.shared, self.tokens // MAX_SHARING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +134,11 @@ def _fill(models: Sequence[WaitingModel], room: int) -> tuple[Part, ...]:
     while least_served and (room > 0 or not parts):
         served, index, at = heapq.heappop(least_served)
         datum = models[index].data[at]
-        if parts and datum.tokens > room:
+        cost = datum.added_tokens if at else datum.tokens
+        if parts and cost > room:
             continue
         parts.append(datum.part)
-        room -= datum.tokens
+        room -= cost
         if at + 1 < len(models[index].data):
             heapq.heappush(least_served, (served + datum.tokens, index, at + 1))
     return tuple(parts)

@@ -21,7 +21,7 @@ from descant.model.base import BaseModel
 from descant.model.load import load_model, resolve_model
 from descant.model.passes import PAGE_TOKENS
 from descant.ranks.loop import Outcome, as_descant
-from descant.ranks.settings import RankSettings, RankSpec
+from descant.ranks.settings import LossSettings, RankSettings, RankSpec
 from descant.ranks.turns import Microbatch, Rows, SampleStep
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput
 from descant.sample.step import Sampler
@@ -67,18 +67,18 @@ def build(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
         max_host_bytes=settings.max_host_bytes,
     )
     phase("making the caches")
-    return Worker(model, settings)
+    return Worker(model, settings, spec.losses)
 
 
 class Worker:
     """``Executor`` on a real model."""
 
-    def __init__(self, model: BaseModel, settings: RankSettings):
+    def __init__(self, model: BaseModel, settings: RankSettings, losses: LossSettings | None = None):
         self.facts = model.facts
         self.capabilities = EngineCapabilities()
         self._model = model
         self._settings = settings
-        self._learner = Learner(model)
+        self._learner = Learner(model, computed_as=losses.computed_as() if losses is not None else {})
         self._num_pages = num_pages(model, settings)
         self._sampler = Sampler(model, num_pages=self._num_pages)
         self._snapshots = Snapshots(model.bank, base=model.facts.name)

@@ -184,6 +184,9 @@ def _loss(loss_fn: str, config: Mapping[str, float], inputs: Mapping[str, np.nda
         return -p * inputs["weights"], -inputs["weights"].astype(np.float64)
     q, advantages = inputs["logprobs"].astype(np.float64), inputs["advantages"].astype(np.float64)
     ratio = np.exp(p - q)
+    if loss_fn == "gspo":
+        mask = inputs["sequence_ratio_mask"] == 1
+        ratio, advantages = np.exp(np.mean(p - q, where=mask) if mask.any() else 0.0), advantages * mask
     if loss_fn == "importance_sampling":
         return -ratio * advantages, -ratio * advantages
     if loss_fn == "dro":

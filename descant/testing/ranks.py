@@ -39,7 +39,7 @@ def build_tiny(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
     phase("loading a tiny model")
     source = ModelSource(name="tiny", directory=Path(spec.model))
     model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False)
-    return Worker(model, spec.settings)
+    return Worker(model, spec.settings, spec.losses)
 
 
 def build_slow(spec: RankSpec, phase: Callable[[str], None]) -> Worker:

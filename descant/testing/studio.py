@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,12 @@ STEP = AdamParams(learning_rate=1e-2, eps=1e-8)
 
 
 class Studio:
-    """Opens, runs and closes requests in one thread; counts seq_ids."""
+    """Opens, runs and closes requests in one thread; counts seq_ids. By its clock every pass takes a second."""
 
-    def __init__(self, model: BaseModel):
+    def __init__(self, model: BaseModel, *, computed_as: Mapping[str, str] | None = None):
         self.model = model
         self.bank = model.bank
-        self.learner = Learner(model)
+        self.learner = Learner(model, computed_as=computed_as, seconds=partial(next, count(0.0)))
         self._seq_ids: dict[str, int] = {}
 
     def create(self, model_id: str, rank: int = 8, *, seed: int = 0, b_std: float = 0.03, **flags: bool) -> str:
@@ -99,9 +101,17 @@ def rl_datum(length: int, seed: int = 0, **arrays: object) -> Datum:
     return datum(length, seed, **{**given, **arrays})
 
 
+def gspo_datum(length: int, seed: int = 0, **arrays: object) -> Datum:
+    """The second half is sampled, with one advantage; a tiny model's own log-probabilities are above the given ones,
+    so that a positive one would be clipped."""
+    mask = (np.arange(length) >= length // 2).astype(np.float32)
+    given = {"sequence_ratio_mask": mask, "advantages": np.full(length, -0.1, np.float32)}
+    return rl_datum(length, seed, **{**given, **arrays})
+
+
 def some_commands(studio: Studio, models: Sequence[str]) -> list[ForwardBackward]:
     """One request a model: every loss, ragged lengths, [N, K] targets."""
-    losses = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+    losses = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
     commands = []
     for number, model_id in enumerate(models):
         loss_fn = losses[number % len(losses)]
@@ -111,6 +121,8 @@ def some_commands(studio: Studio, models: Sequence[str]) -> list[ForwardBackward
                 datum(7 + number, number, weights=np.linspace(-0.5, 1, 7 + number)),
                 datum(5, number, target_tokens=wide, weights=np.full((5, 3), 0.3)),
             ]
+        elif loss_fn == "gspo":
+            data = [gspo_datum(9, number), gspo_datum(70, number + 100), gspo_datum(8, number, advantages=[0.1] * 8)]
         else:
             data = [rl_datum(9, number), rl_datum(1, number + 50), rl_datum(70, number + 100)]
         commands.append(studio.command(model_id, *data, loss_fn=loss_fn))

@@ -3,22 +3,33 @@
 Nothing is padded but the targets' K. The stream is sorted by rank class, then working row, then request, so that every
 adapter's tokens are one run; within a request datums keep the order they were given in.
 
-Legend: T tokens of the stream, L tokens of a datum, K targets a position (the widest datum's).
+Datums that begin alike (the samples of one prompt, the turns of one conversation) share what they have in common: it is
+in the stream once, whatever each of them makes of it. They share only within one adapter, one gradient and one loss.
+
+A place is one token of one datum, and all that a datum says of it: its targets, weights, advantage. Places lie in the
+order of their tokens in the stream, those of one token in the order of the datums; where nothing is shared, place i is
+token i.
+
+Legend: T tokens of the stream, P places, L tokens of a datum, K targets a place (the widest datum's).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from descant.model.passes import RowRef, Segment
+from descant.model.passes import Prefix, RowRef, Segment, stream_rows
 from descant.train.check import dense_inputs
-from descant.train.loss import LossInputs
-from descant.types import Datum, input_tokens
+from descant.train.loss import SEQUENCE_LOSSES, LossInputs
+from descant.types import Datum, Int32, input_tokens
+
+MIN_SHARED_TOKENS = 16
+"""Fewer are not worth the gathering of keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +47,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpan:
-    """Stream tokens ``start:end`` take one loss with one config (neighbouring requests that agree are one span).
+    """Places ``start:end`` take one loss with one config (neighbouring requests that agree are one span).
 
     ``backward`` False: they are only evaluated.
     """
@@ -50,97 +61,164 @@ class LossSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A microbatch as tensors. ``items[i]`` owns ``seq_lens[i]`` tokens of the stream, in order.
+    """A microbatch as tensors. ``items[i]`` has ``seq_lens[i]`` tokens of the stream of its own, in order, behind those
+    of ``prefixes[i]`` (() where nothing is shared); its tokens' places are ``places[i]``.
 
     tokens_T, positions_T  int64 [T]     positions restart in each datum
-    targets_TK             int64 [T, K]  0 where a datum has fewer targets
-    weights_TK             float32       0 there, and all of it for losses that take none
-    logprobs_T             float32 [T]   the given ones; 0 for losses that take none
-    advantages_T           float32 [T]   likewise
+    place_tokens_P         int64 [P]     on the host: the stream token of each place; None: place i is token i
+    targets_PK             int64 [P, K]  0 where a datum has fewer targets
+    weights_PK             float32       0 there, and all of it for losses that take none
+    logprobs_P             float32 [P]   the given ones; 0 for losses that take none
+    advantages_P, sequence_ratio_mask_P  likewise
+    sequence_P             int64 [P]     each place's item; None without a loss over whole sequences
     """
 
     items: tuple[Item, ...]
     seq_lens: tuple[int, ...]
+    prefixes: tuple[Prefix | None, ...]
+    places: tuple[slice | NDArray[np.int64], ...]
     segments: tuple[Segment, ...]
     loss_spans: tuple[LossSpan, ...]
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
-    targets_TK: torch.Tensor
-    weights_TK: torch.Tensor
-    logprobs_T: torch.Tensor
-    advantages_T: torch.Tensor
+    place_tokens_P: torch.Tensor | None
+    targets_PK: torch.Tensor
+    weights_PK: torch.Tensor
+    logprobs_P: torch.Tensor
+    advantages_P: torch.Tensor
+    sequence_ratio_mask_P: torch.Tensor
+    sequence_P: torch.Tensor | None
 
-    def loss_inputs(self, tokens: slice) -> LossInputs:
+    def loss_inputs(self, places: slice, sequence_ratio_P: torch.Tensor | None) -> LossInputs:
         return LossInputs(
-            weights_CK=self.weights_TK[tokens],
-            logprobs_C=self.logprobs_T[tokens],
-            advantages_C=self.advantages_T[tokens],
+            weights_CK=self.weights_PK[places],
+            logprobs_C=self.logprobs_P[places],
+            advantages_C=self.advantages_P[places],
+            sequence_ratio_mask_C=self.sequence_ratio_mask_P[places],
+            sequence_ratio_C=None if sequence_ratio_P is None else sequence_ratio_P[places],
         )
 
 
-def pack(items: Sequence[Item], device: torch.device) -> Packed:
-    """Checked datums, at least one."""
+def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> Packed:
+    """Checked datums, at least one. ``share`` False is for comparing the two."""
     ordered = sorted(items, key=lambda item: (item.row, item.request))
     dense = [dense_inputs(item.datum, item.loss_fn) for item in ordered]
-    seq_lens = tuple(len(arrays["target_tokens"]) for arrays in dense)
-    ends = np.cumsum(seq_lens).tolist()
-    starts = [0, *ends[:-1]]
+    tokens = [input_tokens(item.datum.model_input) for item in ordered]
+    prefixes = _prefixes(ordered, tokens) if share else (None,) * len(ordered)
+    lengths = [len(arrays["target_tokens"]) for arrays in dense]
+    shared = [0 if prefix is None else prefix.length for prefix in prefixes]
+    seq_lens = tuple(length - context for length, context in zip(lengths, shared, strict=True))
+    bounds_P, bounds_T = ([0, *np.cumsum(sizes).tolist()] for sizes in (lengths, seq_lens))
 
-    num_tokens = ends[-1]
-    num_targets = max(arrays["target_tokens"].size // length for arrays, length in zip(dense, seq_lens, strict=True))
-    targets_TK = np.zeros((num_tokens, num_targets), np.int64)
-    weights_TK = np.zeros((num_tokens, num_targets), np.float32)
-    given = {name: np.zeros(num_tokens, np.float32) for name in ("logprobs", "advantages")}
-    for start, end, arrays in zip(starts, ends, dense, strict=True):
+    place_tokens_P = None
+    places: list[slice | NDArray[np.int64]] = [slice(start, end) for start, end in pairwise(bounds_P)]
+    order: NDArray[np.int64] | slice = slice(None)
+    if any(shared):
+        by_item_P = np.concatenate(stream_rows(seq_lens, prefixes))
+        order = np.argsort(by_item_P, kind="stable")
+        place_tokens_P = torch.from_numpy(by_item_P[order])
+        place_of_P = np.empty_like(order)
+        place_of_P[order] = np.arange(len(order))
+        places = [place_of_P[item] for item in places]
+
+    num_places = bounds_P[-1]
+    num_targets = max(arrays["target_tokens"].size // length for arrays, length in zip(dense, lengths, strict=True))
+    targets_PK = np.zeros((num_places, num_targets), np.int64)
+    weights_PK = np.zeros((num_places, num_targets), np.float32)
+    given = {name: np.zeros(num_places, np.float32) for name in ("logprobs", "advantages", "sequence_ratio_mask")}
+    for (start, end), arrays in zip(pairwise(bounds_P), dense, strict=True):
         width = arrays["target_tokens"].size // (end - start)
-        targets_TK[start:end, :width] = arrays["target_tokens"].reshape(-1, width)
+        targets_PK[start:end, :width] = arrays["target_tokens"].reshape(-1, width)
         if "weights" in arrays:
-            weights_TK[start:end, :width] = arrays["weights"].reshape(-1, width)
-        for name, stream_T in given.items():
+            weights_PK[start:end, :width] = arrays["weights"].reshape(-1, width)
+        for name, stream_P in given.items():
             if name in arrays:
-                stream_T[start:end] = arrays[name]
+                stream_P[start:end] = arrays[name]
 
     def to_device(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
-    tokens_T = np.concatenate([input_tokens(item.datum.model_input) for item in ordered]).astype(np.int64)
-    positions_T = np.arange(num_tokens) - np.repeat(starts, seq_lens)
+    tokens_T = np.concatenate([own[context:] for own, context in zip(tokens, shared, strict=True)]).astype(np.int64)
+    positions_T = np.arange(len(tokens_T)) + np.repeat(np.subtract(shared, bounds_T[:-1]), seq_lens)
+    sequence_P = None
+    if any(item.loss_fn in SEQUENCE_LOSSES for item in ordered):
+        sequence_P = to_device(np.repeat(np.arange(len(ordered)), lengths)[order])
     return Packed(
         items=tuple(ordered),
         seq_lens=seq_lens,
-        segments=_segments(ordered, starts, ends),
-        loss_spans=_loss_spans(ordered, starts, ends),
+        prefixes=prefixes if any(shared) else (),
+        places=tuple(places),
+        segments=_segments(ordered, bounds_T),
+        loss_spans=_loss_spans(ordered, bounds_P),
         tokens_T=to_device(tokens_T),
         positions_T=to_device(positions_T),
-        targets_TK=to_device(targets_TK),
-        weights_TK=to_device(weights_TK),
-        logprobs_T=to_device(given["logprobs"]),
-        advantages_T=to_device(given["advantages"]),
+        place_tokens_P=place_tokens_P,
+        targets_PK=to_device(targets_PK[order]),
+        weights_PK=to_device(weights_PK[order]),
+        logprobs_P=to_device(given["logprobs"][order]),
+        advantages_P=to_device(given["advantages"][order]),
+        sequence_ratio_mask_P=to_device(given["sequence_ratio_mask"][order]),
+        sequence_P=sequence_P,
     )
 
 
-def unpack(packed: Packed, logprobs_TK: np.ndarray) -> list[np.ndarray]:
-    """The stream's log-probabilities per item, float32 in the shape of its ``target_tokens``; copies, so that an
-    output that is kept does not keep the stream."""
+def unpack(packed: Packed, logprobs_PK: np.ndarray) -> list[np.ndarray]:
+    """The places' log-probabilities per item, float32 in the shape of its ``target_tokens``; copies, so that an
+    output that is kept does not keep all of them."""
     outputs = []
-    start = 0
-    for item, length in zip(packed.items, packed.seq_lens, strict=True):
+    for item, places in zip(packed.items, packed.places, strict=True):
         shape = np.shape(item.datum.loss_fn_inputs["target_tokens"])
         width = shape[1] if len(shape) == 2 else 1
-        outputs.append(logprobs_TK[start : start + length, :width].reshape(shape).astype(np.float32))
-        start += length
+        outputs.append(logprobs_PK[places][:, :width].reshape(shape).astype(np.float32))
     return outputs
 
 
-def _segments(items: Sequence[Item], starts: Sequence[int], ends: Sequence[int]) -> tuple[Segment, ...]:
+def common_prefix(a: Int32, b: Int32) -> int:
+    """How many tokens both begin with."""
+    length = min(len(a), len(b))
+    differ = a[:length] != b[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _prefixes(items: Sequence[Item], tokens: Sequence[Int32]) -> tuple[Prefix | None, ...]:
+    """For each datum, the earlier one of its group that it has the most tokens in common with."""
+    prefixes: list[Prefix | None] = [None] * len(items)
+
+    def group(i: int) -> tuple[RowRef, int | None, str, dict[str, float]]:
+        return items[i].row, items[i].gradient, items[i].loss_fn, dict(items[i].config)
+
+    for _, run in groupby(range(len(items)), key=group):
+        # In lexical order the longest common prefix is a neighbour's, and between two datums it is the shortest of
+        # those on the way. From the last datum to the first: take a neighbour, which is earlier, and leave the order.
+        by_text = sorted(run, key=lambda i: tokens[i].astype(">i4").tobytes())
+        right = dict(pairwise(by_text))
+        left = {after: before for before, after in pairwise(by_text)}
+        common = {after: common_prefix(tokens[before], tokens[after]) for before, after in pairwise(by_text)}
+        for i in sorted(by_text, reverse=True):
+            before, after = left.pop(i, None), right.pop(i, None)
+            to_before, to_after = common.pop(i, 0), 0 if after is None else common[after]
+            parent, length = (before, to_before) if to_before >= to_after else (after, to_after)
+            if parent is not None and length >= MIN_SHARED_TOKENS:
+                prefixes[i] = Prefix(parent=parent, length=length)
+            if before is not None and after is not None:
+                right[before], left[after], common[after] = after, before, min(to_before, to_after)
+            elif before is not None:
+                del right[before]
+            elif after is not None:
+                del left[after], common[after]
+    return tuple(prefixes)
+
+
+def _segments(items: Sequence[Item], bounds_T: Sequence[int]) -> tuple[Segment, ...]:
     segments = []
     for (row, gradient), run in groupby(range(len(items)), key=lambda i: (items[i].row, items[i].gradient)):
         indices = list(run)
-        segments.append(Segment(start=starts[indices[0]], end=ends[indices[-1]], row=row, gradient=gradient))
+        start, end = bounds_T[indices[0]], bounds_T[indices[-1] + 1]
+        segments.append(Segment(start=start, end=end, row=row, gradient=gradient))
     return tuple(segments)
 
 
-def _loss_spans(items: Sequence[Item], starts: Sequence[int], ends: Sequence[int]) -> tuple[LossSpan, ...]:
+def _loss_spans(items: Sequence[Item], bounds_P: Sequence[int]) -> tuple[LossSpan, ...]:
     spans = []
 
     def computation(i: int) -> tuple[str, dict[str, float], bool]:
@@ -148,6 +226,6 @@ def _loss_spans(items: Sequence[Item], starts: Sequence[int], ends: Sequence[int
 
     for (loss_fn, config, backward), run in groupby(range(len(items)), key=computation):
         indices = list(run)
-        start, end = starts[indices[0]], ends[indices[-1]]
+        start, end = bounds_P[indices[0]], bounds_P[indices[-1] + 1]
         spans.append(LossSpan(start=start, end=end, backward=backward, loss_fn=loss_fn, config=config))
     return tuple(spans)

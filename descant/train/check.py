@@ -19,11 +19,13 @@ LOSS_FN_CONFIG: Mapping[str, Mapping[str, float]] = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004},
 }
 """What ``loss_fn_config`` may set, with the defaults. The thresholds are bounds of the ratio exp(p - q), not epsilons
-around 1. No default of ``beta`` is documented; 0.05 is the value of the documentation's example."""
+around 1. No default of ``beta`` is documented; 0.05 is the value of the documentation's example. gspo's are the ranges
+of its paper, 3e-4 below and 4e-4 above 1: a mean over a sequence stays far nearer to 1 than a token's ratio."""
 
-NOT_SERVED = ("gspo", "stable_reinforce", "custom")
+NOT_SERVED = ("stable_reinforce", "custom")
 """Losses that the SDK can name and that have no public definition, or that run an uploaded graph."""
 
 OPTIONAL_INPUTS = frozenset({"weights"})
@@ -87,7 +89,8 @@ def check_adam(params: AdamParams) -> None:
 
 def _check_loss_fn(loss_fn: str) -> None:
     if loss_fn in NOT_SERVED:
-        raise UserError(f"loss_fn {loss_fn!r} is not served, expected one of {_names(LOSS_FN_INPUTS)}")
+        why = "has no public definition" if loss_fn == "stable_reinforce" else "is not served"
+        raise UserError(f"loss_fn {loss_fn!r} {why}, expected one of {_names(LOSS_FN_INPUTS)}")
     if loss_fn not in LOSS_FN_INPUTS:
         raise UserError(f"loss_fn is {loss_fn!r}, expected one of {_names(LOSS_FN_INPUTS)}")
 
@@ -136,6 +139,9 @@ def _check_loss_fn_inputs(where: str, datum: Datum, loss_fn: str, facts: ModelFa
         if not finite.all():
             position = _first(~finite)
             raise UserError(f"{at} is {float(array[position])} at {_place(position)}, expected finite float32 numbers")
+        if name == "sequence_ratio_mask" and not (is_mask := (array == 0) | (array == 1)).all():
+            position = _first(~is_mask)
+            raise UserError(f"{at} is {float(array[position]):g} at {_place(position)}, expected 0 or 1")
 
 
 def _check_token_ids(where: str, tokens: np.ndarray, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ datums, and it is closed: either its whole gradient counts, or none of it.
     output = learner.close(request)           # commits, or raises and leaves nothing behind
     learner.optim_step(model_id, params)
 
-Legend: T tokens of the pass, C tokens of a chunk of it, K targets a position.
+Legend: T tokens of the pass, P places (``train.batch``), C places of a chunk, K targets a place.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
+from descant.model.head import ChunkLoss, HeadOutput
 from descant.model.passes import Pass
 from descant.train.batch import Item, Packed, pack, unpack
 from descant.train.check import check_adam, check_forward_backward, loss_fn_config
-from descant.train.loss import token_loss
+from descant.train.loss import sequence_ratio, token_loss
 from descant.train.optim import adamw
-from descant.types import AdamParams, ForwardBackward, ForwardBackwardOutput, OptimStepOutput
+from descant.types import AdamParams, ForwardBackward, ForwardBackwardOutput, OptimStepOutput, input_length
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,16 @@ class Part:
 
 
 @dataclass(slots=True, kw_only=True)
+class _Passes:
+    """What a request's passes were. ``tokens`` are those that were computed for it: shared ones once a pass."""
+
+    count: int = 0
+    tokens: int = 0
+    adapters: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
 class _Request:
     """``gradient``: its slot, the adapter's own or (``scratch``) one of this request alone; None: forward only."""
 
@@ -54,6 +66,7 @@ class _Request:
     rank_class: int
     gradient: int | None
     scratch: bool
+    passes: _Passes = field(default_factory=_Passes)
     losses: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     error: DescantError | None = None
@@ -63,8 +76,20 @@ class _Request:
 
 
 class Learner:
-    def __init__(self, model: BaseModel):
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        computed_as: Mapping[str, str] | None = None,
+        seconds: Callable[[], float] = time.perf_counter,
+        share_prefixes: bool = True,
+    ):
+        """``computed_as``: losses that are computed as another. ``seconds`` measures how long passes take.
+        ``share_prefixes`` False is for comparing the two."""
         self._model = model
+        self._computed_as = computed_as or {}
+        self._seconds = seconds
+        self._share_prefixes = share_prefixes
         self._open: dict[RequestKey, _Request] = {}
         self._lost: dict[str, str] = {}
         """Why a model's gradient is not whole: the first reason since its last step."""
@@ -75,6 +100,7 @@ class Learner:
         ``UserError`` or ``NotFound`` and has changed nothing then, except that a failed backward is remembered."""
         key = (command.model_id, command.seq_id)
         adapter = self._model.bank[command.model_id]
+        command = replace(command, loss_fn=self._computed_as.get(command.loss_fn, command.loss_fn))
         try:
             check_forward_backward(command, self._model.facts)
             if key in self._open:
@@ -109,7 +135,11 @@ class Learner:
 
     def close(self, request: RequestKey) -> ForwardBackwardOutput:
         """Commits: the gradient is finite as a whole, and joins the row. Raises the request's ``UserError`` (naming
-        the datum) or ``ServerError`` after clearing its part; the model's next step will then fail."""
+        the datum) or ``ServerError`` after clearing its part; the model's next step will then fail.
+
+        Metrics besides ``loss:sum``: ``tokens:sum`` as given, ``tokens_computed:sum`` (what datums of a pass begin with
+        in common is computed once), ``microbatches:sum``, ``compute_ms:sum`` of those passes, which others may have
+        shared, and ``adapters_in_pass:max``."""
         opened = self._open.pop(request)
         count = len(opened.command.data)
         if opened.error is None and len(opened.losses) != count:
@@ -126,7 +156,14 @@ class Learner:
             raise
         return ForwardBackwardOutput(
             loss_fn_outputs=tuple({"logprobs": opened.logprobs[index]} for index in range(count)),
-            metrics={"loss:sum": math.fsum(opened.losses.values())},
+            metrics={
+                "loss:sum": math.fsum(opened.losses.values()),
+                "tokens:sum": float(sum(input_length(datum.model_input) for datum in opened.command.data)),
+                "tokens_computed:sum": float(opened.passes.tokens),
+                "microbatches:sum": float(opened.passes.count),
+                "compute_ms:sum": 1000 * opened.passes.seconds,
+                "adapters_in_pass:max": float(opened.passes.adapters),
+            },
         )
 
     def abandon(self, request: RequestKey) -> None:
@@ -267,55 +304,86 @@ class Learner:
         items = [item for item in items if self._runs(item.request)]
         if not items:
             return
+        began = self._seconds()
         try:
-            packed = pack(items, self._model.device)
-            loss_T, logprobs_TK = self._forward_backward(packed)
+            packed = pack(items, self._model.device, share=self._share_prefixes)
+            loss_P, logprobs_PK = self._forward_backward(packed)
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
             logger.exception("a pass of %d datums failed", len(items))
             for item in items:
                 self._open[item.request].error = ServerError(f"a shared pass of {len(items)} datums {_what(error)}")
             return
-        start = 0
-        for item, length, logprobs in zip(packed.items, packed.seq_lens, unpack(packed, logprobs_TK), strict=True):
+        seconds = self._seconds() - began
+        for item, places, logprobs in zip(packed.items, packed.places, unpack(packed, logprobs_PK), strict=True):
             opened = self._open[item.request]
-            opened.losses[item.index] = float(loss_T[start : start + length].sum(dtype=np.float64))
+            loss_L = loss_P[places]
+            opened.losses[item.index] = float(loss_L.sum(dtype=np.float64))
             opened.logprobs[item.index] = logprobs
             if opened.error is None and not math.isfinite(opened.losses[item.index]):
-                opened.error = _not_finite(item, loss_T[start : start + length], logprobs)
-            start += length
+                opened.error = _not_finite(item, loss_L, logprobs)
+        adapters = len({item.row for item in packed.items})
+        for request in {item.request for item in packed.items}:
+            passes = self._open[request].passes
+            passes.count += 1
+            passes.seconds += seconds
+            passes.adapters = max(passes.adapters, adapters)
+        for item, computed in zip(packed.items, packed.seq_lens, strict=True):
+            self._open[item.request].passes.tokens += computed
 
     def _forward_backward(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
-        """float32 loss [T], NaN where it or its derivative is not finite, and log-probabilities [T, K]. Gradients have
+        """float32 loss [P], NaN where it or its derivative is not finite, and log-probabilities [P, K]. Gradients have
         gone into the segments' rows."""
         backward = any(segment.gradient is not None for segment in packed.segments)
-        loss_T = torch.zeros(len(packed.tokens_T), dtype=torch.float32, device=self._model.device)
-        chunk_loss = _chunk_loss(packed, loss_T)
+        loss_P = torch.zeros(len(packed.targets_PK), dtype=torch.float32, device=self._model.device)
         with torch.set_grad_enabled(backward):
-            pass_ = Pass(seq_lens=packed.seq_lens, segments=packed.segments)
+            pass_ = Pass(seq_lens=packed.seq_lens, prefixes=packed.prefixes, segments=packed.segments)
             hidden_TD, lora = self._model.trunk(packed.tokens_T, packed.positions_T, pass_)
-            head = self._model.head.logprobs(hidden_TD, packed.targets_TK, lora, loss=chunk_loss if backward else None)
-            if head.dhidden_TD is not None and hidden_TD.requires_grad:  # not with adapters on the unembedding only
-                hidden_TD.backward(head.dhidden_TD)
-        if not backward:
-            chunk_loss(slice(0, len(loss_T)), head.logprobs_TK)
-        return loss_T.cpu().numpy(), head.logprobs_TK.detach().cpu().numpy()
+
+            def logprobs(loss: ChunkLoss | None) -> HeadOutput:
+                return self._model.head.logprobs(
+                    hidden_TD, packed.targets_PK, lora, loss=loss, tokens_P=packed.place_tokens_P
+                )
+
+            ratio_P = None
+            if packed.sequence_P is not None or not backward:
+                head = logprobs(None)
+                ratio_P = _sequence_ratio(packed, head.logprobs_PK)
+            chunk_loss = _chunk_loss(packed, loss_P, ratio_P)
+            if backward:
+                head = logprobs(chunk_loss)
+                if head.dhidden_TD is not None and hidden_TD.requires_grad:  # not with adapters on the unembedding only
+                    hidden_TD.backward(head.dhidden_TD)
+            else:
+                chunk_loss(slice(0, len(loss_P)), head.logprobs_PK)
+        return loss_P.cpu().numpy(), head.logprobs_PK.detach().cpu().numpy()
 
 
-def _chunk_loss(packed: Packed, loss_T: torch.Tensor) -> Callable[[slice, torch.Tensor], torch.Tensor | None]:
-    """The head's ``ChunkLoss`` for this stream; writes each token's loss into ``loss_T``. Waits for nothing."""
+def _sequence_ratio(packed: Packed, logprobs_PK: torch.Tensor) -> torch.Tensor | None:
+    if packed.sequence_P is None:
+        return None
+    return sequence_ratio(
+        logprobs_PK[:, 0], packed.logprobs_P, packed.sequence_ratio_mask_P, packed.sequence_P, len(packed.items)
+    )
+
+
+def _chunk_loss(
+    packed: Packed, loss_P: torch.Tensor, sequence_ratio_P: torch.Tensor | None
+) -> Callable[[slice, torch.Tensor], torch.Tensor | None]:
+    """The head's ``ChunkLoss`` for this microbatch; writes each place's loss into ``loss_P``. Waits for nothing."""
 
     @torch.no_grad()
-    def chunk_loss(tokens: slice, logprobs_CK: torch.Tensor) -> torch.Tensor | None:
+    def chunk_loss(places: slice, logprobs_CK: torch.Tensor) -> torch.Tensor | None:
         dlogprobs_CK: torch.Tensor | None = None
         for span in packed.loss_spans:
-            start, end = max(span.start, tokens.start), min(span.end, tokens.stop)
+            start, end = max(span.start, places.start), min(span.end, places.stop)
             if start >= end:
                 continue
-            here = slice(start - tokens.start, end - tokens.start)
-            loss = token_loss(span.loss_fn, span.config, logprobs_CK[here], packed.loss_inputs(slice(start, end)))
+            here = slice(start - places.start, end - places.start)
+            inputs = packed.loss_inputs(slice(start, end), sequence_ratio_P)
+            loss = token_loss(span.loss_fn, span.config, logprobs_CK[here], inputs)
             finite_C = loss.loss_C.isfinite() & loss.dlogprobs_CK.isfinite().all(1) & ~logprobs_CK[here].isnan().any(1)
-            loss_T[start:end] = torch.where(finite_C, loss.loss_C, torch.nan)
+            loss_P[start:end] = torch.where(finite_C, loss.loss_C, torch.nan)
             if span.backward:
                 if dlogprobs_CK is None:
                     dlogprobs_CK = torch.zeros_like(logprobs_CK)

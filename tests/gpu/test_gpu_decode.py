@@ -26,9 +26,9 @@ ARCHITECTURES = ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., BaseModel]:
-    def make(arch: str, dtype: torch.dtype = torch.float32) -> BaseModel:
+    def make(arch: str, dtype: torch.dtype = torch.float32, *, compile: bool | None = None) -> BaseModel:
         source = ModelSource(name=arch, directory=tiny_model(arch, tmp_path / arch))
-        return load_model(source, device=torch.device("cuda"), dtype=dtype)
+        return load_model(source, device=torch.device("cuda"), dtype=dtype, compile=compile)
 
     return make
 
@@ -146,6 +146,35 @@ def test_compiled_layers_draw_the_same(load: Callable[..., BaseModel], arch: str
     for name in who:
         assert list(plain.tokens[name, 0]) == list(fused.tokens[name, 0])
         np.testing.assert_allclose(plain.logprobs[name, 0], fused.logprobs[name, 0], atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decode_steps_and_compiled_training_leave_each_other_alone(
+    load: Callable[..., BaseModel], compiled: bool
+) -> None:
+    """Layers that are compiled for training: the same tokens as without, and no graph of training's is made again."""
+    from torch._dynamo.utils import counters
+
+    finished, graphs = [], []
+    for for_training in (False, True):
+        model = load("qwen3", compile=for_training)
+        assert model.compiled is for_training
+        studio, versions = publish(model)
+        sampler = Sampler(model, num_pages=64, compile_decode=compiled)
+        for length in (20, 33):
+            who: dict[str, tuple[Version | None, np.ndarray]] = {name: (v, prompt(2)) for name, v in versions.items()}
+            finished.append(sample(model, who, sampler=sampler, max_tokens=20)[0])
+            before = counters["stats"]["unique_graphs"]
+            datum = Datum(
+                model_input=(EncodedText(tokens=np.arange(3, length, dtype=np.int32)),),
+                loss_fn_inputs={"target_tokens": np.arange(4, length + 1, dtype=np.int64)},
+            )
+            studio.run(studio.command("a", datum))
+            graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [0, 0, 0, 0]
+    for other in finished[1:]:
+        for name in RANKS:
+            assert list(other.tokens[name, 0]) == list(finished[0].tokens[name, 0])
 
 
 def test_neighbours_change_no_token(load: Callable[..., BaseModel]) -> None:

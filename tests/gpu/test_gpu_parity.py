@@ -14,9 +14,9 @@ from descant.model.load import ModelSource, load_model
 from descant.sample.scheduler import SampleLimits, Scheduler
 from descant.sample.step import Sampler
 from descant.testing.paged_sampler import run
-from descant.testing.studio import Studio, datum, some_commands
+from descant.testing.studio import Studio, datum, some_commands, tokens
 from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
-from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, Version
+from descant.types import AdamParams, Datum, EncodedText, SampleRequest, SamplingParams, Version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -135,3 +135,35 @@ def test_neighbours_change_nothing_of_weight(load: Callable[..., BaseModel]) -> 
         together.command("c", datum(70, 3), datum(9, 4)),
     )
     assert relative(together.gradient("c"), alone.gradient("c").cpu()) <= 1e-4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_what_datums_begin_with_in_common_is_computed_once(
+    load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Samples of one prompt, turns of a conversation and a datum twice, in one pass and each in a pass of its own."""
+    studio = Studio(load(arch, "cuda", dtype))
+    studio.create("a")
+    text = tokens(400, 0)
+    ends = [np.concatenate([text[:200], tokens(20 + 7 * number, number + 1)]) for number in range(8)]
+    streams = [*ends, text[:250], text[:300], text[:300], text[:399]]
+    data = [
+        Datum(
+            model_input=(EncodedText(tokens=stream),),
+            loss_fn_inputs={"target_tokens": np.roll(stream, -1).astype(np.int64), "weights": np.ones(len(stream))},
+        )
+        for stream in streams
+    ]
+    command = studio.command("a", *data)
+    request = studio.learner.open(command)
+    for part in studio.parts(request, command):
+        studio.learner.run([part])
+    want, gradient = studio.learner.close(request), studio.gradient("a")
+    studio.step("a", AdamParams(learning_rate=0.0))
+    [got] = studio.run(command)
+    assert got.metrics["tokens_computed:sum"] == 399 + sum(20 + 7 * number for number in range(8))
+    assert got.metrics["tokens:sum"] == want.metrics["tokens_computed:sum"]
+    assert relative(studio.gradient("a"), gradient.cpu()) <= tolerance
+    for mine, alone in zip(got.loss_fn_outputs, want.loss_fn_outputs, strict=True):
+        assert np.abs(mine["logprobs"] - alone["logprobs"]).mean() <= tolerance

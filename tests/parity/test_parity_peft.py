@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from descant.model.load import ModelSource, load_model, resolve_model
-from descant.testing.studio import Studio, datum, some_commands
+from descant.testing.studio import Studio, datum, rl_datum, some_commands
 from descant.testing.tiny import tiny_model
 from descant.train.check import dense_inputs, loss_fn_config
-from descant.types import AdamParams, Datum, ForwardBackward, LoraConfig, input_tokens
+from descant.types import (
+    AdamParams,
+    Datum,
+    EncodedText,
+    ForwardBackward,
+    LoraConfig,
+    ModelInput,
+    input_length,
+    input_tokens,
+)
 
 PARAMS = AdamParams(learning_rate=1e-3, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.02, grad_clip_norm=5.0)
 """A first step is ±learning_rate for every gradient well above eps, rounding noise included: with eps 1e-10, two of
@@ -87,6 +97,11 @@ class PeftLoop:
                 return -torch.minimum(ratio * advantages, clipped * advantages).sum()
             case "cispo":
                 return -(clipped.detach() * logprobs * advantages).sum()
+            case "gspo":
+                mask = arrays["sequence_ratio_mask"] == 1
+                ratio = drift[mask].mean().exp()
+                clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+                return -torch.minimum(ratio * advantages[mask], clipped * advantages[mask]).sum()
             case "dro":
                 return -(logprobs * advantages - 0.5 * config["beta"] * drift**2).sum()
         raise ValueError(command.loss_fn)
@@ -132,7 +147,9 @@ def load(directory: Path) -> Studio:
 
 @pytest.mark.parametrize("arch", ["llama", "llama_tied", "qwen3", "gemma2", "gpt_neox", "qwen3_moe"])
 @pytest.mark.parametrize("company", ["alone", "packed"])
-@pytest.mark.parametrize("number", range(5), ids=["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
+@pytest.mark.parametrize(
+    "number", range(6), ids=["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+)
 def test_tiny(tmp_path: Path, arch: str, company: str, number: int) -> None:
     studio = load(tiny_model(arch, tmp_path / arch))
     ranks = (8, 3, 16, 1, 32, 256, 8, 5)
@@ -144,6 +161,30 @@ def test_tiny(tmp_path: Path, arch: str, company: str, number: int) -> None:
         commands = some_commands(studio, [f"m{other}" for other in range(8)])
         turns.append(commands if company == "packed" else [commands[number]])
     assert_parity(studio, studio.model.directory, f"m{number}", turns)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
+def test_samples_of_one_prompt(tmp_path: Path, arch: str) -> None:
+    """Shared in the pass (also beside another adapter's samples of the same prompt), each alone in the reference."""
+    studio = load(tiny_model(arch, tmp_path / arch))
+    for number, model_id in enumerate("ab"):
+        studio.create(model_id, 8, seed=number)
+    prompt = datum(40).model_input
+    samples = [rl_datum(48 + number, number) for number in range(8)]
+    samples = [replace(item, model_input=continued(prompt, item)) for item in samples]
+    turns = [[studio.command(model_id, *samples, loss_fn="importance_sampling") for model_id in "ab"] for _ in range(3)]
+    [output, _] = studio.run(*turns[0])
+    assert output.metrics["tokens_computed:sum"] == output.metrics["tokens:sum"] - 7 * 40
+    for model_id in "ab":
+        studio.bank.gradient(model_id).zero_()
+        studio.bank[model_id].gradient_free = True
+    assert_parity(studio, studio.model.directory, "a", turns)
+
+
+def continued(prompt: ModelInput, item: Datum) -> ModelInput:
+    """The prompt in place of as many of the datum's own tokens."""
+    own = input_tokens(item.model_input)[input_length(prompt) :]
+    return (EncodedText(tokens=np.concatenate([input_tokens(prompt), own])),)
 
 
 @pytest.mark.smollm2

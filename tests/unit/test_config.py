@@ -58,6 +58,8 @@ def test_keys_come_from_the_file_the_table_and_the_command_line(tmp_path: Path):
         pytest.param("server.host=example.org", "there are no API keys", id="open by name"),
         pytest.param("auth.keys.alice=short", "auth.keys.alice: expected 'tml-'", id="a key the SDK refuses"),
         pytest.param("models=a,b,a", "names a model twice", id="twice"),
+        pytest.param("losses.stable_reinforce=gspo", "expected one of 'importance_sampling', 'ppo'", id="other inputs"),
+        pytest.param("losses.ppo=cispo", "no setting 'losses.ppo'", id="a loss with a definition"),
         pytest.param("auth.keys_file=/nonexistent/keys", "cannot read /nonexistent/keys", id="no such file"),
     ],
 )
@@ -94,3 +96,9 @@ def test_every_setting_can_be_set_from_the_command_line():
         if isinstance(value, bool | int | float | str):
             settings = load_settings(None, [f"{key}={value}"])
             assert dict(leaves(settings))[key] == value
+
+
+def test_a_loss_without_a_definition_is_computed_as_the_operator_says():
+    assert load_settings().losses.computed_as() == {}
+    settings = load_settings(overrides=["losses.stable_reinforce=cispo"])
+    assert settings.losses.computed_as() == {"stable_reinforce": "cispo"}

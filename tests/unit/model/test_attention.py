@@ -12,7 +12,7 @@ import torch
 from descant.errors import UserError
 from descant.model import attention as attention_module
 from descant.model.attention import attention
-from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass
+from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass, Prefix, stream_rows
 
 LAYER: Any = SimpleNamespace(layer_idx=0, is_causal=True)
 LENGTHS = (37, 200, 1, 64, 129, 64, 5)
@@ -177,6 +177,50 @@ def test_a_token_does_not_depend_on_its_pass(monkeypatch: pytest.MonkeyPatch) ->
         start += length
     monkeypatch.setattr(attention_module, "TILE_SCORES", 1)
     assert torch.equal(call(q, k, v, Pass(seq_lens=LENGTHS)), once)
+
+
+# ------------------------------------------------------------------------------------------------------ shared prefixes
+OWN_LENGTHS = (100, 30, 5, 0, 20, 130, 30, 1)
+PREFIXES = tuple(
+    None if prefix is None else Prefix(parent=prefix[0], length=prefix[1])
+    for prefix in (None, (0, 64), (1, 80), (0, 100), None, (2, 85), (0, 64), (5, 215))
+)
+ROWS = [torch.from_numpy(rows) for rows in stream_rows(OWN_LENGTHS, PREFIXES)]
+
+
+def test_a_sequence_is_its_prefix_and_its_own_tokens() -> None:
+    assert [len(rows) for rows in ROWS] == [100, 94, 85, 100, 20, 215, 94, 216]
+    assert ROWS[2].tolist() == [*range(64), *range(100, 116), *range(130, 135)]
+    assert ROWS[3].tolist() == [*range(100)]
+    assert ROWS[7].tolist() == [*ROWS[2].tolist(), *range(155, 285), 315]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tile_scores", [1, attention_module.TILE_SCORES])
+def test_behind_a_shared_prefix_tokens_are_bit_equal(
+    dtype: torch.dtype, rule: dict[str, Any], tile_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = qkv(sum(OWN_LENGTHS), dtype)
+    whole = call(*(x[:, :, torch.cat(ROWS)] for x in (q, k, v)), Pass(seq_lens=tuple(map(len, ROWS))), **rule)
+    monkeypatch.setattr(attention_module, "TILE_SCORES", tile_scores)
+    shared = call(q, k, v, Pass(seq_lens=OWN_LENGTHS, prefixes=PREFIXES), **rule)
+    assert torch.equal(shared[:, torch.cat(ROWS)], whole)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("values", [16, 24], ids=["equal sizes", "wider values"])
+def test_gradients_of_shared_prefixes_equal_the_formulas(rule: dict[str, Any], values: int) -> None:
+    num_tokens = sum(OWN_LENGTHS)
+    q, k, _ = (x.requires_grad_() for x in qkv(num_tokens, torch.float32))
+    v = qkv(num_tokens, torch.float32, size=values, seed=1)[2].requires_grad_()
+    grad_out = torch.randn(1, num_tokens, 6, values, generator=torch.Generator().manual_seed(2))
+    out = call(q, k, v, Pass(seq_lens=OWN_LENGTHS, prefixes=PREFIXES), **rule)
+    got = torch.autograd.grad(out, (q, k, v), grad_out)
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    own = [formula(*(x[:, :, rows] for x in doubles), **rule)[:, len(rows) - n :] for rows, n in zip(ROWS, OWN_LENGTHS)]
+    for name, mine, want in zip("qkv", got, torch.autograd.grad(torch.cat(own, 1), doubles, grad_out.double())):
+        assert (mine.double() - want).abs().max() <= 1e-5 * want.abs().max(), name
 
 
 @pytest.mark.parametrize("stranger", [0, 1, 2])

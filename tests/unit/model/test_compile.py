@@ -63,6 +63,18 @@ def test_gradients_equal_those_of_plain_layers(gradients: Callable[..., dict[str
         assert relative(compiled[name], plain[name]) <= 1e-5, name
 
 
+def test_what_datums_begin_with_in_common_is_computed_once(load: Callable[..., BaseModel]) -> None:
+    found = {}
+    for compile in (False, True):
+        studio = fresh(load(torch.float32, compile=compile))
+        stems = [datum(40 + 7 * number, 0) for number in range(4)]  # each continues the one before
+        other = [datum(30, 1), datum(30, 1, weights=[0.1 * number for number in range(30)])]
+        [output] = studio.run(studio.command("a", *stems, *other))
+        assert output.metrics["tokens_computed:sum"] == 40 + 7 * 3 + 30
+        found[compile] = studio.gradient("a")
+    assert relative(found[True], found[False]) <= 1e-5
+
+
 def test_bf16_is_as_near_to_fp32_as_plain_layers_are(gradients: Callable[..., dict[str, torch.Tensor]]) -> None:
     """Fused operations round less often: they need not agree with plain ones, but be no worse."""
     exact = gradients(torch.float32, compile=False)

@@ -98,7 +98,7 @@ def test_logprobs_and_gradients_equal_autograd(options: dict[str, float], chunk_
     logits, leaves = reference(head, bank, hidden64)
     want = torch.log_softmax(logits, dim=1).gather(1, targets)
     want.backward(dlogprobs.double())
-    assert_close(out.logprobs_TK, want.detach())
+    assert_close(out.logprobs_PK, want.detach())
     assert out.dhidden_TD is not None
     assert hidden64.grad is not None
     assert_close(out.dhidden_TD, hidden64.grad)
@@ -109,6 +109,49 @@ def test_logprobs_and_gradients_equal_autograd(options: dict[str, float], chunk_
             assert_close(part, leaf.grad, 2e-5)
     assert bank.gradient("m1").count_nonzero() == 0
     assert [s.start for s in seen] == list(range(0, TOKENS, chunk_tokens))
+
+
+@pytest.mark.parametrize("options", VARIANTS)
+@pytest.mark.parametrize(
+    ("chunk_tokens", "num_targets", "compiled"),
+    [(1, 2, False), (7, 2, False), (20, 1, False), (1024, 2, False), (20, 1, True), (1024, 1, True)],
+)
+def test_a_token_with_several_places(
+    options: dict[str, float], chunk_tokens: int, num_targets: int, compiled: bool
+) -> None:
+    """Some tokens have none, some one, some six, with targets that differ, agree, or pull against each other."""
+    torch.manual_seed(0)
+    bank, head = make_bank(), make_head(**options)  # type: ignore[arg-type]
+    head.compiled = compiled
+    tokens = torch.repeat_interleave(torch.arange(TOKENS), torch.tensor([1, 1, 0, 6, 2] * (TOKENS // 5)))
+    hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (len(tokens), num_targets))
+    dlogprobs = torch.randn(len(tokens), num_targets)
+    six = (tokens == 8).nonzero().flatten()
+    targets[six[:3]] = targets[six[0]].clone()
+    dlogprobs[six[1]] = -dlogprobs[six[0]]
+    dlogprobs[tokens == 13] = 0.0
+    dlogprobs[six[4]] = 0.0
+    seen = []
+
+    def loss(places: slice, logprobs: torch.Tensor) -> torch.Tensor:
+        seen.extend(range(places.start, places.stop))
+        assert len(logprobs) == places.stop - places.start
+        return dlogprobs[places]
+
+    out = head.logprobs(hidden, targets, make_pass(bank), loss, chunk_tokens, tokens_P=tokens)
+    hidden64 = hidden.double().requires_grad_()
+    logits, leaves = reference(head, bank, hidden64)
+    want = torch.log_softmax(logits, dim=1)[tokens].gather(1, targets)
+    want.backward(dlogprobs.double())
+    assert seen == list(range(len(tokens)))
+    assert_close(out.logprobs_PK, want.detach())
+    assert out.dhidden_TD is not None
+    assert hidden64.grad is not None
+    assert_close(out.dhidden_TD, hidden64.grad)
+    got = [p for i in range(len(RANKS)) for p in bank.export(bank.gradient(f"m{i}"), bank[f"m{i}"].lora).values()]
+    for part, leaf in zip(got, leaves, strict=True):
+        assert leaf.grad is not None
+        assert_close(part, leaf.grad, 2e-5)
 
 
 def test_logits_and_selected_logits() -> None:
@@ -130,7 +173,7 @@ def test_a_row_does_not_depend_on_how_many_are_asked_for(dtype: torch.dtype) -> 
     hidden, lora = torch.randn(TOKENS, D).to(dtype), make_pass(bank)
     whole = head.logits(hidden, lora)
     targets = torch.randint(0, V, (TOKENS, 1))
-    logprobs = head.logprobs(hidden, targets, lora).logprobs_TK
+    logprobs = head.logprobs(hidden, targets, lora).logprobs_PK
     for token in (0, 3, 20, 30, 49):
         alone = head.logits_at(hidden, lora, torch.tensor([token]))[0]
         logprob = torch.log_softmax(alone, 0)[targets[token, 0]]
@@ -139,7 +182,7 @@ def test_a_row_does_not_depend_on_how_many_are_asked_for(dtype: torch.dtype) -> 
         assert (alone - whole[token]).abs().max() <= 1e-5
         assert (logprob - logprobs[token, 0]).abs() <= 1e-5
     for chunk_tokens in (1, 3, 16):
-        again = head.logprobs(hidden, targets, lora, chunk_tokens=chunk_tokens).logprobs_TK
+        again = head.logprobs(hidden, targets, lora, chunk_tokens=chunk_tokens).logprobs_PK
         exact = slice(None) if dtype == torch.bfloat16 else slice(0, 3)
         assert torch.equal(again[exact], logprobs[exact])
         assert (again - logprobs).abs().max() <= 1e-5
@@ -178,7 +221,7 @@ def test_nan_of_one_token_with_zero_dloss_comes_back_as_zero() -> None:
     out = head.logprobs(bad, targets, make_pass(bank), loss)
     assert clean is not None
     assert out.dhidden_TD is not None
-    assert out.logprobs_TK[30].isnan().all()
+    assert out.logprobs_PK[30].isnan().all()
     assert out.dhidden_TD[30].count_nonzero() == 0
     others = torch.arange(TOKENS) != 30
     assert torch.equal(out.dhidden_TD[others], clean[others])
@@ -205,7 +248,7 @@ def test_a_head_that_adapters_cannot_change() -> None:
     hidden, targets = torch.randn(TOKENS, D), torch.randint(0, V, (TOKENS, 1))
     head = Head(weight, site_index=None)
     out = head.logprobs(hidden, targets, make_pass(bank), lambda _, logprobs: torch.ones_like(logprobs))
-    assert_close(out.logprobs_TK, torch.log_softmax(hidden @ weight.T, 1).gather(1, targets))
+    assert_close(out.logprobs_PK, torch.log_softmax(hidden @ weight.T, 1).gather(1, targets))
     assert all(bank.gradient(f"m{i}").count_nonzero() == 0 for i in range(3))
 
 
@@ -234,6 +277,6 @@ def test_on_cuda_equals_cpu() -> None:
         assert out.dhidden_TD is not None
         good = [i for i in range(3) if BOUNDS[i][0] > 30 or BOUNDS[i][1] <= 30]
         gradients = [bank.gradient(f"m{i}").cpu() for i in good]
-        outcomes.append([out.logprobs_TK.cpu().nan_to_num(), out.dhidden_TD.cpu(), *gradients])
+        outcomes.append([out.logprobs_PK.cpu().nan_to_num(), out.dhidden_TD.cpu(), *gradients])
     for want, got in zip(*outcomes, strict=True):
         assert_close(got, want, 1e-4)

@@ -35,7 +35,7 @@ def texts(model: BaseModel) -> list[torch.Tensor]:
 
 
 def logprobs(model: BaseModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return model.head.logprobs(hidden, targets.unsqueeze(1), None).logprobs_TK.squeeze(1)
+    return model.head.logprobs(hidden, targets.unsqueeze(1), None).logprobs_PK.squeeze(1)
 
 
 def test_facts_and_a_sane_answer(model: BaseModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,6 +105,32 @@ async def test_tokens_are_sampled_while_training_goes_on(rank: tuple[Replica, Se
     await asyncio.gather(*map(result, many))
     kinds = "".join("m" if hasattr(turn, "parts") else "s" for turn in seen.turns)
     assert "mm" not in kinds[kinds.index("s") : kinds.rindex("s")], kinds
+
+
+async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> None:
+    """Of a budget of 40: 30, with no room for 21; then 21 and three times 2 (an eighth), with no room for 16."""
+    made: list[Seen] = []
+    settings = replace(SETTINGS, microbatch_tokens=40)
+
+    def build(phase: Any) -> Seen:
+        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=settings), phase)))
+        return made[0]
+
+    replica = await Replica.in_process(build, settings)
+    model = Model(replica)
+    await result(model.create())
+    made[0].turns.clear()
+    prompt = list(range(1, 11)) * 2
+    samples = (datum([5] * 30), *(datum([*prompt, i]) for i in range(4)), datum([9] * 16))
+    output = cast(ForwardBackwardOutput, await result(model.backward(samples)))
+    await replica.close()
+    assert [[part.datum for part in turn.parts] for turn in made[0].turns] == [[0], [1, 2, 3, 4], [5]]
+    metrics = output.metrics
+    assert (metrics["tokens:sum"], metrics["tokens_computed:sum"]) == (30 + 4 * 21 + 16, 30 + 20 + 4 + 16)
+    assert metrics["microbatches:sum"] == 3
+    assert metrics["adapters_in_pass:max"] == 1
+    assert metrics["compute_ms:sum"] > 0
+    assert metrics["wait_ms:max"] >= 0
 
 
 @pytest.mark.parametrize("which", [1, 2], ids=["as it is opened", "when half of it has run"])

@@ -192,3 +192,26 @@ def test_everything_runs_once_within_the_budget_and_nobody_starves(
         for m in models:  # whoever still waits is behind nobody by more than a pass and a datum
             if served[m] < sum(models[m]):
                 assert max(served.values()) - served[m] <= BUDGET + 150
+
+
+def test_what_datums_share_is_paid_once_a_pass() -> None:
+    """Eight samples of a prompt of 60, 10 tokens each: the first costs 70, the others 10; in the next pass again."""
+    model_id, key = "a", ("a", 1)
+    samples = [WaitingDatum(part=Part(request=key, datum=i), tokens=70, shared=60 if i else 0) for i in range(8)]
+
+    def next_pass(first: int) -> list[str]:
+        return picked(
+            decide(waiting(WaitingModel(model_id=model_id, data=tuple(samples[first:]))), microbatch_tokens=100)
+        )
+
+    assert next_pass(0) == ["a0", "a1", "a2", "a3"]
+    assert next_pass(4) == ["a4", "a5", "a6", "a7"]
+    assert next_pass(7) == ["a7"]
+
+
+def test_sharing_has_an_end() -> None:
+    same = tuple(
+        WaitingDatum(part=Part(request=("a", 1), datum=i), tokens=80, shared=80 if i else 0) for i in range(100)
+    )
+    choice = decide(waiting(WaitingModel(model_id="a", data=same)), microbatch_tokens=100)
+    assert len(choice.parts) == 3  # 80 + 10 + 10

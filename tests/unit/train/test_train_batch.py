@@ -66,12 +66,12 @@ def test_sorted_by_adapter_then_request() -> None:
     )
     assert packed.tokens_T.tolist() == [6, 7, 8, 9, 4, 1, 2]
     assert packed.positions_T.tolist() == [0, 1, 2, 0, 0, 0, 1]
-    assert packed.targets_TK.tolist() == [[1, 2], [3, 4], [5, 6], [1, 0], [5, 0], [2, 0], [3, 0]]
-    assert packed.weights_TK.tolist() == [[1, 0], [1, 0], [1, 0], [0.5, 0], [1, 0], [0, 0], [0, 0]]
-    assert packed.logprobs_T.tolist() == [0, 0, 0, 0, 0, -0.5, -0.25]
-    assert packed.advantages_T.tolist() == [0, 0, 0, 0, 0, 0, 1]
-    assert packed.tokens_T.dtype == packed.positions_T.dtype == packed.targets_TK.dtype == torch.int64
-    assert packed.weights_TK.dtype == packed.logprobs_T.dtype == packed.advantages_T.dtype == torch.float32
+    assert packed.targets_PK.tolist() == [[1, 2], [3, 4], [5, 6], [1, 0], [5, 0], [2, 0], [3, 0]]
+    assert packed.weights_PK.tolist() == [[1, 0], [1, 0], [1, 0], [0.5, 0], [1, 0], [0, 0], [0, 0]]
+    assert packed.logprobs_P.tolist() == [0, 0, 0, 0, 0, -0.5, -0.25]
+    assert packed.advantages_P.tolist() == [0, 0, 0, 0, 0, 0, 1]
+    assert packed.tokens_T.dtype == packed.positions_T.dtype == packed.targets_PK.dtype == torch.int64
+    assert packed.weights_PK.dtype == packed.logprobs_P.dtype == packed.advantages_P.dtype == torch.float32
 
 
 def test_one_loss_with_two_configs_is_two_spans() -> None:
@@ -113,13 +113,13 @@ def test_everything_finds_its_way_back(given_items: list[Item]) -> None:
     packed = pack(given_items, CPU)
     assert sum(packed.seq_lens) == len(packed.tokens_T)
     # stream values that say where they come from: datum's own number, and K in the fraction
-    width = packed.targets_TK.shape[1]
-    logprobs_TK = packed.tokens_T.numpy()[:, None] + np.arange(width) / 8
-    for it, logprobs in zip(packed.items, unpack(packed, logprobs_TK.astype(np.float32)), strict=True):
+    width = packed.targets_PK.shape[1]
+    logprobs_PK = packed.tokens_T.numpy()[:, None] + np.arange(width) / 8
+    for it, logprobs in zip(packed.items, unpack(packed, logprobs_PK.astype(np.float32)), strict=True):
         targets = it.datum.loss_fn_inputs["target_tokens"]
         assert logprobs.shape == targets.shape
         assert logprobs.dtype == np.float32
-        assert not np.shares_memory(logprobs, logprobs_TK)
+        assert not np.shares_memory(logprobs, logprobs_PK)
         number = it.datum.model_input[0].tokens[0]
         assert (logprobs == (number if targets.ndim == 1 else number + np.arange(targets.shape[1]) / 8)).all()
     # segments cover the stream, rising, each with one row and one gradient; requests of one row never share a gradient

@@ -47,8 +47,23 @@ GOOD = datum(weights=[1.0, 0.0])
 REFUSED = {
     "no data": (command(), "data is empty, expected at least one datum"),
     "unknown loss": (command(GOOD, loss_fn="mse"), "loss_fn is 'mse', expected one of 'cross_entropy', "),
-    "gspo": (command(GOOD, loss_fn="gspo"), "loss_fn 'gspo' is not served, expected one of 'cross_entropy', "),
-    "stable_reinforce": (command(GOOD, loss_fn="stable_reinforce"), "loss_fn 'stable_reinforce' is not served"),
+    "gspo without a mask": (
+        command(rl(), loss_fn="gspo"),
+        "data[0].loss_fn_inputs has no 'sequence_ratio_mask'; loss_fn 'gspo' takes 'target_tokens', 'logprobs', ",
+    ),
+    "mask between": (
+        command(rl(sequence_ratio_mask=[1.0, 0.5]), loss_fn="gspo"),
+        "data[0].loss_fn_inputs['sequence_ratio_mask'] is 0.5 at position 1, expected 0 or 1",
+    ),
+    "mask longer": (
+        command(rl(sequence_ratio_mask=[1, 1, 1]), loss_fn="gspo"),
+        "data[0].loss_fn_inputs['sequence_ratio_mask'] has shape (3,), expected (2,)",
+    ),
+    "stable_reinforce": (
+        command(GOOD, loss_fn="stable_reinforce"),
+        "loss_fn 'stable_reinforce' has no public definition, expected one of 'cross_entropy', 'importance_sampling', "
+        "'ppo', 'cispo', 'dro', 'gspo'",
+    ),
     "custom": (command(GOOD, loss_fn="custom"), "loss_fn 'custom' is not served"),
     "unknown config": (
         command(GOOD, beta=1.0),
@@ -169,6 +184,7 @@ SERVED = {
     "int32 targets": command(datum(target_tokens=np.array([1, 2], np.int32))),
     "thresholds at 0 and far": command(rl(), loss_fn="cispo", clip_low_threshold=0, clip_high_threshold=1e9),
     "beta 0": command(rl(), loss_fn="dro", beta=0.0),
+    "gspo": command(rl(sequence_ratio_mask=[False, True]), rl(sequence_ratio_mask=[0, 0]), loss_fn="gspo"),
     "two chunks": command(
         replace(GOOD, model_input=(EncodedText(tokens=np.array([1], np.int32)),) * 2),
     ),
@@ -197,6 +213,7 @@ def test_config_fills_defaults() -> None:
         "clip_high_threshold": 1.3,
     }
     assert loss_fn_config(command(loss_fn="dro")) == {"beta": 0.05}
+    assert loss_fn_config(command(loss_fn="gspo")) == {"clip_low_threshold": 0.9997, "clip_high_threshold": 1.0004}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from descant.train.check import LOSS_FN_CONFIG
-from descant.train.loss import LossInputs, token_loss
+from descant.train.loss import LossInputs, sequence_ratio, token_loss
 
 CLIP = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
 
@@ -33,6 +33,7 @@ def inputs(q: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor | No
         weights_CK=torch.zeros(len(q), 1, dtype=q.dtype) if weights is None else weights,
         logprobs_C=q,
         advantages_C=advantages,
+        sequence_ratio_mask_C=torch.zeros_like(q),
     )
 
 
@@ -101,3 +102,61 @@ def test_clipping_bounds_what_importance_sampling_does_not() -> None:
     assert loses.loss_C.item() == torch.inf  # pessimistic, as documented
     cispo = token_loss("cispo", LOSS_FN_CONFIG["cispo"], p, gain)
     assert cispo.dlogprobs_CK.item() == pytest.approx(-1.2)
+
+
+@pytest.mark.parametrize("config", [LOSS_FN_CONFIG["gspo"], CLIP])
+@pytest.mark.parametrize("num_targets", [1, 3])
+def test_gspo_is_its_formula_over_each_datum(config: Mapping[str, float], num_targets: int) -> None:
+    """Five datums, in no order, one advantage each; autograd through the ratio itself. The last has nothing masked."""
+    generator = torch.Generator().manual_seed(1)
+    sequence = torch.arange(200) % 5
+    p = -torch.rand(200, num_targets, dtype=torch.float64, generator=generator) * 3
+    mask = (torch.rand(200, generator=generator, dtype=torch.float64) < 0.6).double() * (sequence != 4)
+    shift = torch.tensor([-0.9, 1e-4, 0.5, -1e-4, 0.0])[sequence]
+    q = p[:, 0] + shift + 0.3 * torch.randn(200, generator=generator, dtype=torch.float64)
+    means = [(p[:, 0] - q)[(sequence == s) & (mask == 1)].mean() for s in range(4)]
+    q += torch.stack([*means, torch.tensor(0.0)])[sequence] + shift  # now the mean drift is -shift
+    q[mask == 0] = -1e30  # of no consequence
+    advantages = torch.tensor([1.5, -0.5, -2.0, 1.0, 3.0], dtype=torch.float64)[sequence]
+    p.requires_grad_()
+    losses = []
+    for s in range(5):
+        m = (sequence == s) & (mask == 1)
+        if m.any():
+            ratio = torch.exp((p[m, 0] - q[m]).mean())
+            assert ratio.item() == pytest.approx(torch.exp(-shift[s]).item())
+            a = advantages[s]
+            losses.append(-torch.minimum(ratio * a, clip(ratio, config) * a) * m.sum())
+    torch.stack(losses).sum().backward()
+
+    ratio_P = sequence_ratio(p[:, 0].detach(), q, mask, sequence, 5)
+    given = LossInputs(
+        weights_CK=torch.zeros(200, 1),
+        logprobs_C=q,
+        advantages_C=advantages,
+        sequence_ratio_mask_C=mask,
+        sequence_ratio_C=ratio_P,
+    )
+    got = token_loss("gspo", config, p.detach(), given)
+    for s, loss in enumerate(losses):
+        torch.testing.assert_close(got.loss_C[sequence == s].sum(), loss.detach(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(got.dlogprobs_CK, p.grad, rtol=1e-10, atol=0)
+    assert (ratio_P[sequence == 4] == 1).all()
+    assert got.loss_C[mask == 0].count_nonzero() == 0
+    clipped = [bool((got.dlogprobs_CK[(sequence == s) & (mask == 1), 0] == 0).all()) for s in range(4)]
+    assert clipped == [True, False, True, False]
+    assert all(losses)
+
+
+def test_gspo_beyond_float32_is_not_finite_where_it_counts() -> None:
+    ratio, mask = torch.full((3,), torch.inf), torch.tensor([1.0, 0.0, 1.0])
+    given = LossInputs(
+        weights_CK=torch.zeros(3, 1),
+        logprobs_C=torch.zeros(3),
+        advantages_C=torch.tensor([-1.0, -1.0, 0.0]),
+        sequence_ratio_mask_C=mask,
+        sequence_ratio_C=ratio,
+    )
+    got = token_loss("gspo", LOSS_FN_CONFIG["gspo"], torch.zeros(3, 1), given)
+    assert got.loss_C.tolist() == [torch.inf, 0.0, 0.0]
+    assert got.dlogprobs_CK.flatten().tolist() == [torch.inf, 0.0, 0.0]

@@ -54,7 +54,7 @@ def test_logprobs_have_the_shape_of_their_targets(studio: Studio) -> None:
     logprobs = [outputs["logprobs"] for outputs in output.loss_fn_outputs]
     assert [(array.shape, array.dtype) for array in logprobs] == [((4, 3), "f4"), ((4,), "f4"), ((4, 1), "f4")]
     expected = -(logprobs[0] * wide.loss_fn_inputs["weights"]).sum() - logprobs[1].sum() - logprobs[2].sum()
-    assert output.metrics == {"loss:sum": pytest.approx(expected, rel=1e-5)}
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_forward_only_evaluates_and_touches_nothing(studio: Studio) -> None:
@@ -243,8 +243,10 @@ def test_the_head_is_handed_finite_numbers_and_zeros_where_nothing_is_trained(
     handed: list[torch.Tensor] = []
     logprobs = studio.model.head.logprobs
 
-    def watched(hidden: Any, targets: Any, lora: Any, loss: Any) -> Any:
-        return logprobs(hidden, targets, lora, loss=lambda *chunk: handed.append(loss(*chunk)) or handed[-1])
+    def watched(hidden: Any, targets: Any, lora: Any, loss: Any, tokens_P: Any) -> Any:
+        return logprobs(
+            hidden, targets, lora, tokens_P=tokens_P, loss=lambda *chunk: handed.append(loss(*chunk)) or handed[-1]
+        )
 
     monkeypatch.setattr(studio.model.head, "logprobs", watched)
     studio.try_run(
@@ -411,15 +413,28 @@ def test_all_masked_datum_is_exactly_nothing(studio: Studio) -> None:
     studio.create("a")
     masked = datum(6, weights=np.zeros(6))
     [output] = studio.run(studio.command("a", masked))
-    assert output.metrics == {"loss:sum": 0.0}
+    assert output.metrics["loss:sum"] == 0.0
     assert studio.gradient("a").count_nonzero() == 0
     assert np.isfinite(output.loss_fn_outputs[0]["logprobs"]).all()
     [output] = studio.run(
         studio.command("a", rl_datum(5, logprobs=OVERFLOW["logprobs"], advantages=[0] * 5), loss_fn="ppo")
     )
-    assert output.metrics == {"loss:sum": 0.0}
+    assert output.metrics["loss:sum"] == 0.0
     studio.run(studio.command("a", masked, datum(6, weights=[0, 0, 1, 0, 0, 0])))
     assert studio.step("a")["grad_norm:mean"] > 0
+
+
+def test_stable_reinforce_is_what_its_operator_says_or_nothing(studio: Studio) -> None:
+    studio.create("a")
+    data = [rl_datum(6, 0), rl_datum(5, 1)]
+    [want] = studio.run(studio.command("a", *data, loss_fn="cispo"))
+    with pytest.raises(UserError, match="loss_fn 'stable_reinforce' has no public definition, expected one of"):
+        studio.run(studio.command("a", *data, loss_fn="stable_reinforce"))
+    mapped = Studio(studio.model, computed_as={"stable_reinforce": "cispo"})
+    [got] = mapped.run(mapped.command("a", *data, loss_fn="stable_reinforce"))
+    assert got.metrics == want.metrics
+    with pytest.raises(UserError, match="loss_fn_config has unexpected 'kl_coeff'; loss_fn 'cispo' takes"):
+        mapped.run(mapped.command("a", *data, loss_fn="stable_reinforce", loss_fn_config={"kl_coeff": 0.1}))
 
 
 # --------------------------------------------------------------------------------------------------------------- steps
