@@ -13,9 +13,11 @@ import logging
 import os
 import signal
 import socket
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +27,9 @@ from fastapi import FastAPI
 from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
 from descant.errors import DescantError, ServerError, UserError
-from descant.ranks.replica import Replica
+from descant.ports import Clock
+from descant.ranks.placement import rank_specs
+from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSpec
 from descant.server.app import HttpServer, bind, create_app
 from descant.server.auth import Keys
@@ -56,14 +60,18 @@ async def _run(settings: Settings, started: Started) -> None:
     async with AsyncExitStack() as stack:
         stack.enter_context(only_server_of(settings.data_dir))
         listener = stack.enter_context(listen(settings.server.host, settings.server.port))
-        keepers = [Keeper(name, settings) for name in settings.models]
+        clock = SystemClock()
+        gpus = await _unless(stop, asyncio.to_thread(visible_gpus, settings.rank.device))
+        if gpus is None:
+            return
+        keepers = [Keeper(name, settings, gpus=gpus, clock=clock) for name in settings.models]
         for keeper in keepers:
             stack.push_async_callback(keeper.close)
             if await _unless(stop, keeper.start()) is None:
                 return
         backends = [keeper.backend for keeper in keepers]
         service = await stack.enter_async_context(
-            serving(settings, backends, listener, ready=lambda: _awaited(keepers))
+            serving(settings, backends, listener, ready=lambda: _awaited(keepers), missing=lambda: _missing(keepers))
         )
         for keeper in keepers:
             keeper.watch(service)
@@ -72,78 +80,158 @@ async def _run(settings: Settings, started: Started) -> None:
 
 
 class Keeper:
-    """One replica, kept alive: after its rank's death its models are lost, and a new rank is started, again and again
-    with growing pauses until one serves."""
+    """One base's replicas, kept alive: after a rank's death what it held is lost, and a new rank is started, again and
+    again until one serves. The other replicas go on meanwhile."""
 
-    MAX_PAUSE_S = 60.0
-
-    def __init__(self, model: str, settings: Settings):
-        self._model = model
-        self._spec = RankSpec(
+    def __init__(self, model: str, settings: Settings, *, gpus: Sequence[str], clock: Clock):
+        """``gpus``: as ``visible_gpus`` gives them. Raises ``UserError`` for replicas that cannot be."""
+        spec = RankSpec(
             model=model, settings=settings.rank, losses=settings.losses, spill_dir=str(settings.data_dir / "spill")
         )
-        self._replica: Replica | None = None
-        self._died = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._specs = rank_specs(spec, gpus=gpus, num_cores=num_cores())
+        self._clock = clock
+        self._replicas: ReplicaSet | None = None
+        self._died = [asyncio.Event() for _ in self._specs]
+        self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> Replica:
-        self._replica = await Replica.start(self._spec, on_phase=self._say, on_death=lambda _: self._died.set())
-        return self._replica
+    async def start(self) -> ReplicaSet:
+        self._replicas = await ReplicaSet.start(
+            self._specs, on_phase=self._say, on_death=lambda index: self._died[index].set()
+        )
+        return self._replicas
 
     @property
     def backend(self) -> Backend:
-        assert self._replica is not None
-        return Backend(facts=self._replica.facts, trainer=self._replica, engine=self._replica)
+        assert self._replicas is not None
+        return Backend(facts=self._replicas.facts, trainer=self._replicas, engine=self._replicas)
 
     @property
-    def awaited(self) -> str | None:
-        alive = self._replica is not None and self._replica.alive
-        return None if alive else f"the rank of {self._model} is being started again"
+    def serving(self) -> bool:
+        """Whether any replica does."""
+        return self._replicas is not None and self._replicas.serving
+
+    @property
+    def missing(self) -> str | None:
+        """Which replicas do not serve, in a sentence."""
+        missing = range(len(self._specs)) if self._replicas is None else self._replicas.missing
+        names = " and ".join(self._name(index) for index in missing)
+        return f"{names} {'is' if len(missing) == 1 else 'are'} being started again" if missing else None
 
     def watch(self, service: Service) -> None:
-        self._task = asyncio.create_task(self._watch(service), name=f"keeper of {self._model}")
+        assert self._replicas is not None
+        self._tasks = [
+            asyncio.create_task(self._watch(index, service), name=f"keeper of {self._name(index)}")
+            for index in range(len(self._specs))
+        ]
+        if len(self._specs) > 1:
+            self._tasks.append(asyncio.create_task(self._rebalance(self._replicas)))
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        if self._replica is not None:
-            await self._replica.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._replicas is not None:
+            await self._replicas.close()
 
-    async def _watch(self, service: Service) -> None:
-        assert self._replica is not None
-        pause_s, served_since = 0.0, time.monotonic()
+    async def _watch(self, index: int, service: Service) -> None:
+        replicas = self._replicas
+        assert replicas is not None
+
+        async def lose() -> None:
+            lost = replicas.bury(index)
+            await service.backend_restarted(replicas.facts.name, models=lost.models, versions=lost.versions)
+
+        async def restart() -> None:
+            await replicas.restart(index, on_phase=partial(self._say, index))
+
+        await keep_alive(self._died[index], lose=lose, restart=restart, name=self._name(index), clock=self._clock)
+
+    async def _rebalance(self, replicas: ReplicaSet) -> None:
         while True:
-            await self._died.wait()
-            self._died.clear()
-            # At once, not after the restart: whoever calls on a lost model meanwhile is told where to resume.
-            await service.backend_restarted(self._replica.facts.name)
-            served_long = time.monotonic() - served_since > self.MAX_PAUSE_S
-            pause_s = 0.0 if served_long else self._longer(pause_s)
-            while not await self._restarted(pause_s):
-                pause_s = self._longer(pause_s)
-            served_since = time.monotonic()
+            await self._clock.sleep(self._specs[0].settings.rebalance_interval_s)
+            try:
+                await replicas.rebalance()
+            except Exception:
+                log.exception("adapters could not be moved")
 
-    def _longer(self, pause_s: float) -> float:
-        return min(self.MAX_PAUSE_S, 2 * pause_s or 1.0)
+    def _say(self, index: int, phase: str) -> None:
+        log.info("%s: %s", self._name(index), phase)
 
-    async def _restarted(self, pause_s: float) -> bool:
-        assert self._replica is not None
-        await asyncio.sleep(pause_s)
+    def _name(self, index: int) -> str:
+        return f"the rank of {self._specs[index].label or self._specs[index].model}"
+
+
+MAX_PAUSE_S = 60.0
+
+
+async def keep_alive(
+    died: asyncio.Event,
+    *,
+    lose: Callable[[], Awaitable[None]],
+    restart: Callable[[], Awaitable[None]],
+    name: str,
+    clock: Clock,
+) -> None:
+    """For ever: after each death ``lose`` at once, so that whoever calls on what was lost is told so meanwhile, then
+    ``restart`` until it succeeds. Pauses double from 1 s to a minute, from one failure to the next and from one early
+    death to the next; after a life longer than a minute there is none."""
+    pause_s, served_since = 0.0, clock.monotonic()
+    while True:
+        await died.wait()
+        died.clear()
         try:
-            await self._replica.restart(on_phase=self._say)
-        except DescantError as error:
-            log.error("%s; trying again", error)
-            return False
-        log.warning("the rank of %s serves again", self._model)
-        return True
+            await lose()
+        except Exception:
+            log.exception("the loss of %s could not be written down", name)
+        pause_s = 0.0 if clock.monotonic() - served_since > MAX_PAUSE_S else _longer(pause_s)
+        while True:
+            await clock.sleep(pause_s)
+            try:
+                await restart()
+                break
+            except DescantError as error:
+                log.error("%s; trying again", error)
+                pause_s = _longer(pause_s)
+        log.warning("%s serves again", name)
+        served_since = clock.monotonic()
 
-    def _say(self, phase: str) -> None:
-        log.info("%s: %s", self._model, phase)
+
+def _longer(pause_s: float) -> float:
+    return min(MAX_PAUSE_S, 2 * pause_s or 1.0)
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus(device: str) -> tuple[str, ...]:
+    """What each GPU that torch can use is called in ``CUDA_VISIBLE_DEVICES``; none where ``rank.device`` is something
+    else. Torch knows, and is not loaded into the server: it is asked in a process of its own, if there is a driver."""
+    driver = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+    if device not in ("auto", "cuda") or not driver:
+        return ()
+    program = "import torch; print(torch.cuda.device_count())"
+    try:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+        count = int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        log.warning("torch could not tell how many GPUs there are (%s); there will be one replica", error)
+        return ()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if chosen is None else (name.strip() for name in chosen.split(","))
+    return tuple(names)[:count]
 
 
 def _awaited(keepers: Sequence[Keeper]) -> str | None:
-    return next((keeper.awaited for keeper in keepers if keeper.awaited is not None), None)
+    """Why not everything that is served can be asked for."""
+    return next((keeper.missing for keeper in keepers if not keeper.serving), None)
+
+
+def _missing(keepers: Sequence[Keeper]) -> str | None:
+    """What is slower or fuller than it should be."""
+    return "; ".join(keeper.missing for keeper in keepers if keeper.missing is not None) or None
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
@@ -170,9 +258,11 @@ async def serving(
     listener: socket.socket,
     *,
     ready: Callable[[], str | None] = lambda: None,
+    missing: Callable[[], str | None] = lambda: None,
 ) -> AsyncIterator[Service]:
     """Answers on ``listener`` inside the block. At its end open long polls are answered, requests that work have
-    ``server.graceful_stop_s``, and the stores are closed. ``ready``: what is awaited, or None."""
+    ``server.graceful_stop_s``, and the stores are closed. ``ready``: what is awaited, or None; ``missing``: what is
+    missing though requests can be served, or None."""
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
     async with AsyncExitStack() as stack:
@@ -189,7 +279,9 @@ async def serving(
         )
         await service.start()
         stack.push_async_callback(service.close)
-        app = create_app(service, auth=Keys(settings.owners_by_key()), ready=ready, settings=settings.http)
+        app = create_app(
+            service, auth=Keys(settings.owners_by_key()), ready=ready, missing=missing, settings=settings.http
+        )
         server = _Server(app, graceful_stop_s=settings.server.graceful_stop_s)
         task = asyncio.create_task(server.serve([listener]), name="http")
         stack.push_async_callback(_stop, server, task)

@@ -8,6 +8,7 @@
     ├─ Overloaded           429  try again later; ``retry_after_s``
     └─ ServerError          500  our fault or the machine's
        ├─ RankDied          500  a rank ended or stopped answering; names the rank and what it ran
+       ├─ DistributedFailure 500 (``dist.failure``) ranks failed together: who, where, why, the same on each of them
        └─ Lost              500  work or a model that did not survive a restart; names where to resume
 
 ``category`` is the word the Tinker protocol puts into a failed future ("user" or "server"). All of them pickle,

@@ -91,7 +91,7 @@ class Snapshots:
 
 def create_from(bank: AdapterBank, model_id: str, loaded: CheckpointTensors) -> Adapter:
     """A new adapter with a checkpoint's shape and numbers. Nothing is left of it when this raises."""
-    adapter = bank.create(model_id, loaded.manifest.lora)
+    adapter = bank.create(model_id, loaded.manifest.lora, blank=True)
     try:
         load_into(bank, model_id, loaded)
     except Exception:

@@ -1,42 +1,46 @@
 """The one home of adapter weights.
 
-Per rank class (8, 16, 32, 64, 128, 256: an adapter of rank r lives in the smallest class ≥ r, its tail exactly zero)
-there are separate tensors, one row an adapter:
+A training adapter that is in use has, in the rank class it belongs to (8, 16, 32, 64, 128, 256: an adapter of rank r
+lives in the smallest class ≥ r, its tail exactly zero):
 
-    work      [slots, row]  base dtype  what trainer and sampler compute with; also one row a published version
-    weights   [slots, row]  float32     the adapter's own
-    moment1   [slots, row]  float32
-    moment2   [slots, row]  float32
-    gradient  [slots, row]  float32     plus scratch rows for requests that may still fail
+    work      [slots, row]  base dtype  a row of this: trainer and sampler compute with it; so do published versions
+    gradient  [slots, row]  float32     a row of this, ``Adapter.slot``; scratch rows for requests that may still fail
+    state     [3, row]      float32     weights and both moments; a tensor of its own, no product reads it
 
-``work`` slots and training slots are numbered apart: a published version has a work row only. ``Adapter.slot`` numbers
-weights, moments and gradient alike; scratch rows share the gradient's numbering from its upper end. The row stride is a
-multiple of 128 bytes (a stride off 16 bytes kills the CUDA context in grouped products). ``Layout`` owns all offsets.
-Views are handed out detached from the pool's autograd version counter (all views of one tensor share it: a write to
-one adapter's slot would break another's backward). No row is made under ``inference_mode``.
-Slabs grow by reallocation, only between passes: take views per pass, never keep them. A free row of weights, moments
-or gradient is all zero.
+One that is not in use needs none of them: it is parked in host memory, then in a file, and comes back by itself, bit
+for bit, when somebody asks for a row of it. A new one is nothing but its seed until then. ``max_adapter_bytes`` bounds
+what training takes on the device; what is held (``hold``: an open request) stays, whatever the bound.
+
+The row stride is a multiple of 128 bytes (a stride off 16 bytes kills the CUDA context in grouped products). ``Layout``
+owns all offsets. Views are handed out detached from the pool's autograd version counter (all views of one tensor share
+it: a write to one adapter's slot would break another's backward). No row is made under ``inference_mode``.
+On CUDA slabs grow by reallocation, only between passes: take views per pass, never keep them. Any call that may bring
+an adapter back may move another that is not held: do not keep a row of one over a call about another.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import logging
 import math
+import mmap
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from descant.errors import NotFound, ServerError, UserError
 from descant.model.passes import RowRef
+from descant.model.tiers import ADAPTER_SUFFIX, VERSION_SUFFIX, Mover, Parked, SpillDirectory
 from descant.types import MAX_RANK, LoraConfig, Version
 
 logger = logging.getLogger(__name__)
@@ -47,15 +51,24 @@ ALIGN_ELEMENTS = 64
 """Rows, and the start of every A and B in them, are multiples of this: 128 bytes in bf16, 256 in fp32."""
 ALIGN_BYTES = 128
 
-FIRST_SLOTS = {"cuda": 4, "cpu": 32}
-MAX_FIRST_BYTES = {"cuda": 256 << 20, "cpu": 2 << 30}
+FIRST_SLOTS = 4
+MAX_FIRST_BYTES = 256 << 20
 MAX_GROWTH_BYTES = 1 << 30
-"""A slab starts with up to this many rows and bytes (one row at least: at rank 256 a row of a 135M model is 365 MB),
-and doubles, by at most 1 GiB at a time. On CPU memory is only taken when a row is first written, and growing copies
-(4 to 8 adapters of 45 MB took seconds), so it starts larger."""
+"""On CUDA a slab starts with up to this many rows and bytes (one row at least: at rank 256 a row of a 135M model is 365
+MB), and doubles, by at most 1 GiB at a time."""
 
-SPILL_SUFFIX = ".version.safetensors"
-PARTIAL_SUFFIX = ".version.partial"
+RESERVED_BYTES = 16 << 30
+SLOTS_AT_ONCE = 32
+"""On CPU a slab is a range of addresses: memory is taken when a row is first written, and given back page by page, so
+that it never has to be copied to grow (4 to 8 adapters of 45 MB took seconds)."""
+
+ADAPTER_SHARE = 0.5
+"""Of the device's free memory (on CPU: of the machine's), for training, unless told otherwise."""
+
+DENSE = 0.9
+"""A parked row that the true rank fills to this share is kept whole: one copy instead of hundreds."""
+
+READ_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,113 +122,232 @@ def _aligned(elements: int) -> int:
     return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
 
 
-@dataclass(slots=True, kw_only=True)
-class Adapter:
-    """A training adapter's entry. ``step`` counts optimiser steps. ``gradient_free``: its gradient row holds nothing.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """``lines`` of ``size`` elements, ``stride`` apart, from ``start`` of a row."""
 
-    ``work`` is a row of the work slab, ``slot`` one of weights, moments and gradient.
+    start: int
+    lines: int
+    size: int
+    stride: int
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        """[lines, size], a view."""
+        return row.as_strided((self.lines, self.size), (self.stride, 1), row.storage_offset() + self.start)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    """``moved``: on CUDA, when the rows are there, while nobody has waited for that."""
+
+    work: int
+    slot: int
+    state: torch.Tensor
+    moved: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Adapter:
+    """A training adapter's entry. ``step`` counts optimiser steps; both moments are zero while it is 0.
+    ``gradient_free``: its gradient row holds nothing.
+
+    It is in one place: in rows (``place``), in host memory (``parked``), in a file, or, new, nowhere: its seed says
+    what it is (``blank``: zeros instead).
     """
 
+    bank: AdapterBank = field(repr=False)
     model_id: str
     lora: LoraConfig
     rank_class: int
-    work: int
-    slot: int
     step: int = 0
     gradient_free: bool = True
+    place: _Place | None = field(default=None, repr=False)
+    parked: Parked | None = field(default=None, repr=False)
+    file: Path | None = None
+    reading: Future[dict[str, torch.Tensor]] | None = field(default=None, repr=False)
+    blank: bool = False
+    holds: int = 0
+    used: int = 0
+
+    @property
+    def work(self) -> int:
+        """Its row of the work slab. Brings it back; so does ``slot``."""
+        return self.bank.bring(self).work
+
+    @property
+    def slot(self) -> int:
+        """Its row of the gradient slab."""
+        return self.bank.bring(self).slot
 
 
 class _Rows:
-    """Slots of one tensor [slots, row], or of several that are numbered together: who is free, and growth."""
+    """Slots of one tensor [slots, row]: who is free, what they take."""
 
-    def __init__(self, row: int, dtype: torch.dtype, device: torch.device, num_tensors: int = 1):
+    def __init__(self, row: int, dtype: torch.dtype, device: torch.device):
         self._row, self._dtype, self._device = row, dtype, device
+        self._lazy = _takes_memory_when_written(device)
         self.row_bytes = row * dtype.itemsize
-        self.tensors = [self._allocate(0) for _ in range(num_tensors)]
-        self.free: set[int] = set()
+        self._memory: mmap.mmap | None = None
+        self._tensor = torch.empty(0, row, dtype=dtype, device=device)
+        self._end = 0
+        self._free: list[int] = []
+        self._dirty: set[int] = set()
+        self._touched: set[int] = set()
         self.taken: set[int] = set()
+        if self._lazy:
+            self._grow(0)
 
     @property
-    def capacity(self) -> int:
-        return len(self.tensors[0])
+    def tensor(self) -> torch.Tensor:
+        """[slots, row], detached."""
+        return self._tensor.data[: self._end]
 
-    def reserve(self) -> None:
-        if not self.free:
-            self.grow(self.capacity + 1)
+    @property
+    def committed_bytes(self) -> int:
+        """What it takes of the device: on CPU rows that were written, on CUDA all there are."""
+        return self.row_bytes * (len(self._touched) if self._lazy else len(self._tensor))
 
-    def take(self, *, from_top: bool = False) -> int:
+    def growth_bytes(self) -> int:
+        """What taking one more slot adds to that, at least."""
+        if self._lazy:
+            return 0 if self._free and self._free[0] in self._touched else self.row_bytes
+        return 0 if self._free else self.row_bytes
+
+    def reserve(self, most_bytes: int = MAX_GROWTH_BYTES) -> None:
+        """At least one free slot; where there is none, of at most ``most_bytes`` more (or one)."""
+        if not self._free:
+            self._grow(most_bytes)
+
+    def take(self, *, zero: bool) -> int:
+        """A free slot, the lowest."""
         self.reserve()
-        slot = max(self.free) if from_top else min(self.free)
-        self.take_slot(slot)
+        slot = heapq.heappop(self._free)
+        self.taken.add(slot)
+        self._touched.add(slot)
+        if zero and slot in self._dirty:
+            self._tensor.data[slot].zero_()
+        self._dirty.add(slot)
         return slot
 
-    def take_slot(self, slot: int) -> None:
-        self.grow(slot + 1)
-        self.free.remove(slot)
-        self.taken.add(slot)
-
-    def give(self, slot: int) -> None:
-        for tensor in self.tensors:
-            row = tensor.data[slot]
-            if self._device.type != "cpu" or row.any():  # on CPU a write would make pages of what was never written
-                row.zero_()
+    def give(self, slot: int, *, clean: bool = False) -> None:
+        """``clean``: it is all zero."""
         self.taken.remove(slot)
-        self.free.add(slot)
+        if clean:
+            self._dirty.discard(slot)
+        heapq.heappush(self._free, slot)
 
-    def grow(self, at_least: int) -> None:
-        old = self.capacity
-        if at_least <= old:
-            return
-        kind = "cpu" if self._device.type == "cpu" else "cuda"
-        first = min(FIRST_SLOTS[kind], MAX_FIRST_BYTES[kind] // self.row_bytes)
-        doubled = old + min(old, MAX_GROWTH_BYTES // self.row_bytes)
-        capacity = max(at_least, doubled if old else first)
-        for index, tensor in enumerate(self.tensors):
-            grown = self._allocate(capacity)
-            for slot in self.taken:  # rows never used stay untouched pages of the operating system
-                grown.data[slot].copy_(tensor.data[slot])
-            self.tensors[index] = grown
-        self.free.update(range(old, capacity))
+    def trim(self) -> int:
+        """Gives memory of free slots back to the system. Bytes."""
+        before = self.committed_bytes
+        if not self._lazy:
+            if not self.taken:
+                self._tensor, self._end = self._tensor[:0].clone(), 0
+                self._free.clear()
+                self._dirty.clear()
+            return before - self.committed_bytes
+        for slot in self._touched & set(self._free):
+            start, end = slot * self.row_bytes, (slot + 1) * self.row_bytes
+            start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+            if self._memory is not None and end > start and hasattr(mmap, "MADV_DONTNEED"):
+                self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+            self._touched.remove(slot)
+        return before - self.committed_bytes
 
-    def _allocate(self, capacity: int) -> torch.Tensor:
+    def _grow(self, most_bytes: int) -> None:
+        old = self._end
+        if old == len(self._tensor):
+            grown = self._reserve(old) if self._lazy else self._allocate(old, most_bytes)
+            for slot in self.taken:
+                grown.data[slot].copy_(self._tensor.data[slot])
+            self._tensor = grown
+        self._end = min(len(self._tensor), old + SLOTS_AT_ONCE) if self._lazy else len(self._tensor)
+        self._free.extend(range(old, self._end))
+        heapq.heapify(self._free)
+
+    def _allocate(self, old: int, most_bytes: int) -> torch.Tensor:
+        first = min(FIRST_SLOTS, MAX_FIRST_BYTES // self.row_bytes)
+        more = min(old or first, min(MAX_GROWTH_BYTES, most_bytes) // self.row_bytes)
         # A tensor made under inference_mode could never be saved for a backward or written outside of it.
         with torch.inference_mode(False):
-            if self._device.type != "cpu":
-                return torch.zeros(capacity, self._row, dtype=self._dtype, device=self._device)
-            # torch.zeros writes its zeros; numpy asks the system for pages that are zero when they are first touched.
-            size = capacity * self.row_bytes
-            raw = np.zeros(size + ALIGN_BYTES, np.uint8)
-            start = -raw.ctypes.data % ALIGN_BYTES
-            return torch.from_numpy(raw[start : start + size]).view(self._dtype).view(capacity, self._row)
+            return torch.zeros(old + max(1, more), self._row, dtype=self._dtype, device=self._device)
+
+    def _reserve(self, old: int) -> torch.Tensor:
+        """Addresses for more slots than ever needed, or for twice as many as there are."""
+        size = max(2 * old * self.row_bytes if old else RESERVED_BYTES, self.row_bytes)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x4000 if sys.platform == "linux" else 0)  # MAP_NORESERVE
+        while True:
+            slots = size // self.row_bytes
+            try:
+                self._memory = mmap.mmap(-1, slots * self.row_bytes, flags=flags)
+                break
+            except OSError:  # a system that promises no more than it has
+                size //= 2
+                if size < (old + 1) * self.row_bytes:
+                    raise MemoryError(f"no addresses for {old + 1} rows of {self.row_bytes} bytes") from None
+        with torch.inference_mode(False):
+            return torch.frombuffer(self._memory, dtype=self._dtype).view(slots, self._row)
 
 
 class _Slab:
-    """All rows of one rank class."""
+    """All rows of one rank class, and the states of its adapters."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.layout = layout
         self.work = _Rows(layout.row, dtype, device)
-        self.state = _Rows(layout.row, torch.float32, device, num_tensors=3)
         self.gradient = _Rows(layout.row, torch.float32, device)
+        self.state_bytes = 3 * 4 * layout.row
+        self.num_placed = 0
         self.lora: dict[int, LoraConfig] = {}
         """Of every work row in use."""
+        self._device = device
+        self._spare: list[torch.Tensor] = []
+        """States nobody uses, kept since memory touched for the first time costs ten times as much as used memory."""
 
-    def reserve_training(self) -> int:
-        """The slot that the next adapter gets, and room for it everywhere."""
-        self.work.reserve()
-        self.gradient.reserve()
-        slot = min(self.gradient.free)
-        self.state.grow(slot + 1)
-        return slot
+    @property
+    def training_bytes(self) -> int:
+        states = self.num_placed + len(self._spare)
+        return states * self.state_bytes + self.num_placed * self.work.row_bytes + self.gradient.committed_bytes
+
+    def placing_bytes(self, *, adopted: bool) -> int:
+        """What one more adapter adds to that. ``adopted``: it brings a state along."""
+        state = 0 if self._spare and not adopted else self.state_bytes
+        return state + self.work.row_bytes + self.gradient.growth_bytes()
+
+    @property
+    def has_room(self) -> bool:
+        """For one more adapter without taking memory."""
+        return bool(self._spare) and not self.gradient.growth_bytes() and not self.work.growth_bytes()
+
+    def take_state(self) -> tuple[torch.Tensor, bool]:
+        """[3, row], and whether it may hold an earlier owner's numbers."""
+        if self._spare:
+            return self._spare.pop(), True
+        with torch.inference_mode(False):
+            if not _takes_memory_when_written(self._device):
+                return torch.zeros(3, self.layout.row, device=self._device), False
+            # torch.zeros writes its zeros; numpy asks the system for pages that are zero when they are first touched.
+            raw = np.zeros(self.state_bytes + ALIGN_BYTES, np.uint8)
+            start = -raw.ctypes.data % ALIGN_BYTES
+            state = torch.from_numpy(raw[start : start + self.state_bytes]).view(torch.float32)
+            return state.view(3, self.layout.row), False
+
+    def give_state(self, state: torch.Tensor) -> None:
+        self._spare.append(state)
 
     def take_work(self, lora: LoraConfig) -> int:
-        slot = self.work.take()
+        slot = self.work.take(zero=False)
         self.lora[slot] = lora
         return slot
 
     def give_work(self, slot: int) -> None:
         del self.lora[slot]
         self.work.give(slot)
+
+    def trim(self) -> int:
+        freed = len(self._spare) * self.state_bytes + self.gradient.trim()
+        self._spare.clear()
+        self.work.trim()
+        return freed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,37 +372,45 @@ class AdapterBank:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        max_adapter_bytes: int | None = None,
         max_version_bytes: int = 2 << 30,
         max_host_bytes: int = 4 << 30,
         spill_dir: Path | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        """``max_version_bytes``: published versions kept as rows; beyond it the coldest unpinned go to host memory,
-        beyond ``max_host_bytes`` to files under ``spill_dir``, and come back on ``pin``. What is pinned stays,
-        whatever the limits; without ``spill_dir`` so does what is in host memory. The directory is this bank's alone:
-        spilled versions that an earlier process left there are removed."""
+        """``max_adapter_bytes``: what training adapters in use take on the device (None: half of what is free there);
+        beyond it the longest unused that nobody holds are parked in host memory. ``max_version_bytes``: published
+        versions kept as rows; beyond it the coldest unpinned go to host memory. Beyond ``max_host_bytes`` the coldest
+        of both go to files under ``spill_dir``. Everything comes back when it is asked for. What is held or pinned
+        stays, whatever the limits; without ``spill_dir`` so does what is in host memory. The directory is this bank's
+        alone: files that an earlier process left there are removed. ``clock``: seconds, for ``stats``."""
         self.sites: tuple[LoraSite, ...] = tuple(sites)
         self.device = device
         self.dtype = dtype
+        self.max_adapter_bytes = _share_of_memory(device) if max_adapter_bytes is None else max_adapter_bytes
         self._max_version_bytes = max_version_bytes
         self._max_host_bytes = max_host_bytes
-        self._spill_dir = spill_dir
+        self._spill = None if spill_dir is None else SpillDirectory(spill_dir)
+        self._mover = Mover(device)
         self._slabs: dict[int, _Slab] = {}
         self._adapters: dict[str, Adapter] = {}
         self._published: dict[Version, _Published] = {}
         self._trained: dict[tuple[bool, bool, bool], tuple[bool, ...]] = {}
+        self._spans: dict[LoraConfig, tuple[_Span, ...]] = {}
+        self._wanted: frozenset[str] = frozenset()
         self._clock = 0
-        if spill_dir is not None:
-            spill_dir.mkdir(parents=True, exist_ok=True)
-            for left in [*spill_dir.glob("*" + SPILL_SUFFIX), *spill_dir.glob("*" + PARTIAL_SUFFIX)]:
-                left.unlink(missing_ok=True)
+        self._seconds = clock
+        self._evictions = self._loads = self._read_ahead = 0
+        self._wait_ms = 0.0
 
     # ---- training adapters
-    def create(self, model_id: str, lora: LoraConfig) -> Adapter:
-        """Zeroed row; A uniform in ±1/√in (Kaiming with a=√5, as PEFT) from ``lora.seed`` (None: from the model id),
-        B zero; sites whose group is not trained keep A = B = 0 and so have a gradient of exactly 0.
+    def create(self, model_id: str, lora: LoraConfig, *, blank: bool = False) -> Adapter:
+        """A uniform in ±1/√in (Kaiming with a=√5, as PEFT) from ``lora.seed`` (None: from the model id), B zero; sites
+        whose group is not trained keep A = B = 0 and so have a gradient of exactly 0. ``blank``: all zero.
 
         Every site draws from a generator of its own, so neither the flags nor the rank class of an adapter move
-        another site's numbers. Raises ``UserError`` for a rank out of range or flags that train nothing."""
+        another site's numbers. Takes no memory until a row is asked for, nor time: at rank 32 a 135M model's numbers
+        take 30 ms to draw. Raises ``UserError`` for a rank out of range or flags that train nothing."""
         if model_id in self._adapters:
             raise ServerError(f"model {model_id} has an adapter already")
         rank_class = rank_class_of(lora.rank)
@@ -280,25 +420,22 @@ class AdapterBank:
                 f"train_mlp={lora.train_mlp}, train_unembed={lora.train_unembed}, and the base has only "
                 f"{', '.join(sorted({site.group for site in self.sites})) or 'no'} layers"
             )
-        slab = self._slab(rank_class)
-        slot = slab.reserve_training()  # all that can run out of memory comes first
-        slab.gradient.take_slot(slot)
-        slab.state.take_slot(slot)
-        adapter = Adapter(model_id=model_id, lora=lora, rank_class=rank_class, work=slab.take_work(lora), slot=slot)
+        adapter = Adapter(bank=self, model_id=model_id, lora=lora, rank_class=rank_class, blank=blank)
         self._adapters[model_id] = adapter
-        self._initialise(self.weights(model_id), adapter)
-        self.refresh_work(model_id)
         return adapter
 
     def delete(self, model_id: str) -> None:
-        """Zeroes and frees. Idempotent. Published versions stay."""
+        """Forgets it wherever it is. Idempotent. Published versions stay."""
         adapter = self._adapters.pop(model_id, None)
         if adapter is None:
             return
-        slab = self._slab(adapter.rank_class)
-        slab.give_work(adapter.work)
-        slab.state.give(adapter.slot)
-        slab.gradient.give(adapter.slot)
+        if adapter.place is not None:
+            self._mover.settle()
+            self._leave(adapter, adapter.place, clean=False)
+            self._slab(adapter.rank_class).give_state(adapter.place.state)
+            adapter.place = None
+        adapter.parked = None
+        self._drop_file(adapter)
 
     def __getitem__(self, model_id: str) -> Adapter:
         """Raises ``NotFound``."""
@@ -308,33 +445,115 @@ class AdapterBank:
             raise NotFound(f"model {model_id} is not here") from None
 
     def row(self, model_id: str) -> RowRef:
-        """The adapter's working row."""
+        """The adapter's working row. Like all that hands out a row, it brings the adapter back: ``ServerError`` when
+        neither host nor disk can take what it would displace, or when its file cannot be read."""
         adapter = self[model_id]
         return RowRef(rank_class=adapter.rank_class, slot=adapter.work)
 
     def weights(self, model_id: str) -> torch.Tensor:
         """float32 [row], a view; so are the next three."""
-        adapter = self[model_id]
-        return self._slab(adapter.rank_class).state.tensors[0].data[adapter.slot]
+        return self.bring(self[model_id]).state.data[0]
 
     def gradient(self, model_id: str) -> torch.Tensor:
         adapter = self[model_id]
         return self.gradient_row(adapter.rank_class, adapter.slot)
 
     def moments(self, model_id: str) -> tuple[torch.Tensor, torch.Tensor]:
-        adapter = self[model_id]
-        _, moment1, moment2 = self._slab(adapter.rank_class).state.tensors
-        return moment1.data[adapter.slot], moment2.data[adapter.slot]
+        state = self.bring(self[model_id]).state.data
+        return state[1], state[2]
 
     def refresh_work(self, model_id: str) -> None:
         """Copies weights into the working row (after a step or a load)."""
         adapter = self[model_id]
-        self.work_slab(adapter.rank_class)[adapter.work].copy_(self.weights(model_id))
+        place = self.bring(adapter)
+        self.work_slab(adapter.rank_class)[place.work].copy_(place.state.data[0])
+
+    # ---- residency
+    def hold(self, model_id: str) -> Adapter:
+        """Brings it back, and its rows stay where they are until as many ``let_go``: for an open request, whose
+        gradient row others know by number. Raises ``NotFound``, and ``ServerError`` as ``row`` does."""
+        adapter = self[model_id]
+        self.bring(adapter)
+        adapter.holds += 1
+        return adapter
+
+    def let_go(self, model_id: str) -> None:
+        """Nothing for a model that was deleted meanwhile."""
+        adapter = self._adapters.get(model_id)
+        if adapter is None:
+            return
+        if adapter.holds == 0:
+            raise ServerError(f"model {model_id} is let go but was not held")
+        adapter.holds -= 1
+        if adapter.holds == 0:
+            with suppress(ServerError):  # a full disk is told to who needs the room
+                self._make_training_room(lambda: 0)
+
+    @contextmanager
+    def held(self, model_id: str) -> Iterator[Adapter]:
+        adapter = self.hold(model_id)
+        try:
+            yield adapter
+        finally:
+            self.let_go(model_id)
+
+    def is_resident(self, model_id: str) -> bool:
+        """Whether it is in rows. False for one that is not here."""
+        adapter = self._adapters.get(model_id)
+        return adapter is not None and adapter.place is not None
+
+    def bytes_in_use(self, model_id: str) -> tuple[int, int]:
+        """What training this adapter takes of ``max_adapter_bytes`` with one request open, and with each one more.
+        Zeros for one that is not here."""
+        adapter = self._adapters.get(model_id)
+        if adapter is None:
+            return 0, 0
+        slab = self._slab(adapter.rank_class)
+        gradient = slab.gradient.row_bytes
+        scratch = 0 if adapter.gradient_free else gradient
+        return slab.state_bytes + slab.work.row_bytes + gradient + scratch, gradient
+
+    def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
+        """``model_ids`` will be asked for soon, in this order, once the turn about ``keep`` has run. Moves what it can
+        beside that turn, within the limits, displacing neither those nor ``keep``: on CUDA rows, everywhere files into
+        host memory. Never fails: what goes wrong is told to who asks for the rows."""
+        self._wanted = frozenset(model_ids)
+        reading = 0
+        for model_id in model_ids:
+            adapter = self._adapters.get(model_id)
+            if adapter is None or adapter.place is not None:
+                continue
+            if adapter.file is not None and self._spill is not None:
+                reading += 1
+                if adapter.reading is None and reading <= READ_AHEAD:
+                    adapter.reading = self._spill.read_ahead(adapter.file, _name(adapter))
+            elif adapter.parked is not None and self._mover.beside and not self._bring_beside(adapter, keep):
+                return
+
+    def bring(self, adapter: Adapter) -> _Place:
+        """Into rows, if it is not there, and the most recently used. What ``Adapter`` and every row accessor call."""
+        place = adapter.place
+        if place is None:
+            if self._adapters.get(adapter.model_id) is not adapter:
+                raise NotFound(f"model {adapter.model_id} is not here")
+            start = self._seconds()
+            place = self._bring_now(adapter)
+            self._wait_ms += 1000 * (self._seconds() - start)
+        elif place.moved is not None:
+            self._mover.wait(place.moved)
+            place.moved = None
+        self._clock += 1
+        adapter.used = self._clock
+        return place
 
     # ---- gradient rows
     def take_scratch(self, rank_class: int) -> int:
         """A zeroed gradient slot that belongs to no adapter."""
-        return self._slab(rank_class).gradient.take(from_top=True)
+        slab = self._slab(rank_class)
+        self._make_training_room(slab.gradient.growth_bytes, slab=slab)
+        self._mover.settle()
+        slab.gradient.reserve(self._training_left())
+        return slab.gradient.take(zero=True)
 
     def free_scratch(self, rank_class: int, slot: int) -> None:
         self._slab(rank_class).gradient.give(slot)
@@ -349,11 +568,11 @@ class AdapterBank:
 
     def work_slab(self, rank_class: int) -> torch.Tensor:
         """[slots, row] in the base's dtype, detached."""
-        return self._slab(rank_class).work.tensors[0].data
+        return self._slab(rank_class).work.tensor
 
     def gradient_slab(self, rank_class: int) -> torch.Tensor:
         """float32 [slots, row], detached."""
-        return self._slab(rank_class).gradient.tensors[0].data
+        return self._slab(rank_class).gradient.tensor
 
     def lora(self, row: RowRef) -> LoraConfig:
         """Of the adapter or version that computes with this working row. Raises ``ServerError`` for a free row."""
@@ -375,9 +594,10 @@ class AdapterBank:
         adapter = self[model_id]
         if self._known(version):
             return
-        published = self._admit(version, adapter.lora)
-        work = self.work_slab(adapter.rank_class)
-        work[published.slot].copy_(work[adapter.work])
+        with self.held(model_id):
+            published = self._admit(version, adapter.lora)
+            work = self.work_slab(adapter.rank_class)
+            work[published.slot].copy_(work[adapter.work])
         self._make_room(0)
 
     def publish_tensors(self, version: Version, lora: LoraConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -451,26 +671,36 @@ class AdapterBank:
         for name, part in parts.items():
             part.copy_(tensors[name])
 
-    def stats(self) -> dict[str, int]:
-        """Counts and bytes: adapters, work rows in use, scratch in use, versions resident / on host / on disk."""
-        published = self._published.values()
+    def stats(self) -> dict[str, float]:
+        """Counts and bytes of now: training adapters and published versions in rows, on the host, on disk (an adapter
+        nobody has used yet is ``new``). Of ever: adapters parked, brought back (of these, ahead of need), and the
+        milliseconds that somebody waited for that."""
+        published, adapters = self._published.values(), self._adapters.values()
         slabs = self._slabs.values()
-        own = sum(len(slab.state.taken) for slab in slabs)
+        resident = sum(a.place is not None for a in adapters)
+        host, disk = sum(a.parked is not None for a in adapters), sum(a.file is not None for a in adapters)
         return {
-            "adapters": len(self._adapters),
+            "adapters": len(adapters),
+            "adapters_new": len(adapters) - resident - host - disk,
+            "adapters_resident": resident,
+            "adapters_host": host,
+            "adapters_disk": disk,
+            "adapters_held": sum(a.holds > 0 for a in adapters),
+            "adapters_resident_bytes": self._training_bytes(),
+            "adapters_host_bytes": sum(a.parked.num_bytes for a in adapters if a.parked is not None),
+            "max_adapter_bytes": self.max_adapter_bytes,
+            "evictions": self._evictions,
+            "loads": self._loads,
+            "loads_ahead": self._read_ahead,
+            "load_wait_ms": self._wait_ms,
             "work_rows": sum(len(slab.work.taken) for slab in slabs),
-            "scratch_rows": sum(len(slab.gradient.taken) for slab in slabs) - own,
+            "scratch_rows": sum(len(slab.gradient.taken) for slab in slabs) - resident,
             "versions_resident": sum(p.slot is not None for p in published),
             "versions_pinned": sum(p.pins > 0 for p in published),
             "versions_host": sum(p.slot is None and p.host is not None for p in published),
             "versions_disk": sum(p.slot is None and p.host is None for p in published),
             "versions_resident_bytes": self._resident_bytes(),
-            "versions_host_bytes": self._host_bytes(),
-            "slab_bytes": sum(
-                len(rows.tensors) * rows.capacity * rows.row_bytes
-                for slab in slabs
-                for rows in (slab.work, slab.state, slab.gradient)
-            ),
+            "versions_host_bytes": sum(self._row_bytes(p) for p in published if p.host is not None),
         }
 
     # ---- inside
@@ -481,6 +711,214 @@ class AdapterBank:
                 raise ServerError(f"rank class {rank_class} is none of {RANK_CLASSES}")
             slab = self._slabs[rank_class] = _Slab(Layout.of(self.sites, rank_class), self.dtype, self.device)
         return slab
+
+    def _training_bytes(self) -> int:
+        return sum(slab.training_bytes for slab in self._slabs.values())
+
+    def _training_left(self) -> int:
+        return self.max_adapter_bytes - self._training_bytes()
+
+    def _make_training_room(
+        self, needed: Callable[[], int], *, slab: _Slab | None = None, keep: Adapter | None = None
+    ) -> None:
+        """Until ``needed()`` more bytes of ``slab`` fit: what other slabs do not use goes first, then the longest
+        unused adapters, those that nobody waits for before those that somebody does. What is held stays: then the
+        limit is passed. Raises ``ServerError`` when host and disk are full, and has lost nothing."""
+        while self._training_bytes() + needed() > self.max_adapter_bytes:
+            self._mover.settle()  # what is given back may be used at once
+            if any([other.trim() for other in self._slabs.values() if other is not slab]):
+                continue
+            victim = self._victim(lambda adapter: adapter is not keep)
+            if victim is not None:
+                self._park(victim)
+            elif slab is None or not slab.trim():
+                return
+
+    def _victim(self, where: Callable[[Adapter], bool]) -> Adapter | None:
+        idle = (a for a in self._adapters.values() if a.place is not None and a.holds == 0 and where(a))
+        return min(idle, key=lambda a: (a.model_id in self._wanted, a.used), default=None)
+
+    def _bring_now(self, adapter: Adapter) -> _Place:
+        parked = self._fetch(adapter)
+        slab = self._slab(adapter.rank_class)
+        adopted = parked is not None and parked.adoptable
+        in_memory, adapter.parked = adapter.parked, None  # what it displaces may take its place on the host
+        try:
+            self._make_training_room(lambda: slab.placing_bytes(adopted=adopted), slab=slab, keep=adapter)
+            while True:
+                self._mover.settle()
+                try:
+                    return self._put(adapter, parked)
+                except (MemoryError, torch.OutOfMemoryError):  # others took what the limit promised us
+                    victim = self._victim(lambda other: other is not adapter)
+                    if victim is None:
+                        raise ServerError(f"no memory for the rows of {_name(adapter)}") from None
+                    self._park(victim)
+        except Exception:
+            adapter.parked = in_memory
+            raise
+
+    def _bring_beside(self, adapter: Adapter, keep: Collection[str]) -> bool:
+        """Into rows that are free or that a colder adapter of its class gives up, beside the computation. False: no
+        room."""
+        slab, parked = self._slab(adapter.rank_class), adapter.parked
+        assert parked is not None
+        if not slab.has_room:
+            victim = self._victim(
+                lambda a: (
+                    a.rank_class == adapter.rank_class and a.model_id not in keep and a.model_id not in self._wanted
+                )
+            )
+            if victim is None or self._host_excess(self._parked_bytes(victim) - parked.num_bytes) > 0:
+                return False
+            self._park(victim, beside=True)
+            if not slab.has_room:
+                return False
+        with self._mover.moving():
+            adapter.parked = None
+            self._put(adapter, parked).moved = self._mover.mark()
+        self._read_ahead += 1
+        return True
+
+    def _put(self, adapter: Adapter, parked: Parked | None) -> _Place:
+        """Takes rows and fills them; from its seed without ``parked``. There must be room."""
+        slab = self._slab(adapter.rank_class)
+        adopted = parked is not None and parked.adoptable
+        spare_bytes = self._training_left() - slab.placing_bytes(adopted=adopted)
+        slab.gradient.reserve(slab.gradient.row_bytes + spare_bytes)  # all that can run out of memory comes first
+        slab.work.reserve()
+        if parked is not None and parked.adoptable:
+            state, used = parked.state, False
+        else:
+            state, used = slab.take_state()
+        slot = slab.gradient.take(zero=parked is None or parked.gradient is None)
+        work = slab.take_work(adapter.lora)
+        place = _Place(work=work, slot=slot, state=state)
+        if parked is None:
+            if used:
+                state.zero_()
+            if not adapter.blank:
+                self._initialise(state.data[0], adapter)
+        else:
+            if state is not parked.state:
+                for row, numbers in zip(state.data, parked.state):
+                    self._unpack(numbers, adapter.lora, row)
+                if used:
+                    state.data[len(parked.state) :].zero_()
+            if parked.gradient is not None:
+                self._unpack(parked.gradient, adapter.lora, self.gradient_slab(adapter.rank_class)[slot])
+            self._loads += 1
+        self.work_slab(adapter.rank_class)[work].copy_(state.data[0])
+        slab.num_placed += 1
+        adapter.place = place
+        self._drop_file(adapter)
+        return place
+
+    def _park(self, adapter: Adapter, *, beside: bool = False) -> None:
+        """From rows to host memory, with its gradient if that holds anything; to a file where the host has no room.
+        ``beside``: the caller knows that it has. Raises ``ServerError``, and it is where it was."""
+        place, slab = adapter.place, self._slab(adapter.rank_class)
+        assert place is not None
+        adoptable = self._is_dense(adapter.lora) and not self._mover.beside  # the state is host memory already
+        with self._mover.moving():
+            gradient = None
+            if not adapter.gradient_free:
+                row = self.gradient_slab(adapter.rank_class)[place.slot]
+                gradient = self._pack([row], adapter.lora)[0]
+            rows = place.state.data[: 3 if adapter.step else 1]
+            state = place.state if adoptable else self._pack(list(rows), adapter.lora)
+        parked = Parked(state=state, gradient=gradient, adoptable=adoptable)
+        if not beside and self._spill is not None and self._make_host_room(parked.num_bytes) > 0:
+            self._mover.finish()
+            adapter.file = self._write(adapter, parked, self._spill)
+        else:
+            adapter.parked = parked
+        if adapter.parked is None or not adoptable:
+            slab.give_state(place.state)
+        self._leave(adapter, place, clean=adapter.gradient_free)
+        adapter.place = None
+        self._evictions += 1
+
+    def _leave(self, adapter: Adapter, place: _Place, *, clean: bool) -> None:
+        """Gives work and gradient rows up (``clean``: the latter is zero). The state is the caller's."""
+        slab = self._slab(adapter.rank_class)
+        slab.give_work(place.work)
+        slab.gradient.give(place.slot, clean=clean)
+        slab.num_placed -= 1
+
+    def _fetch(self, adapter: Adapter) -> Parked | None:
+        """From host memory or its file. None for a new adapter. Raises ``ServerError``."""
+        if adapter.file is None or self._spill is None:
+            return adapter.parked
+        reading, adapter.reading = adapter.reading, None
+        tensors = self._spill.read(adapter.file, _name(adapter)) if reading is None else reading.result()
+        numbers = self._num_elements(adapter.lora)
+        state, gradient = tensors.get("state"), tensors.get("gradient")
+        shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        expected: dict[str, object] = {"state": (torch.float32, (3 if adapter.step else 1, numbers))}
+        if not adapter.gradient_free:
+            expected["gradient"] = (torch.float32, (numbers,))
+        if state is None or shapes != expected:
+            raise ServerError(
+                f"{_name(adapter)} cannot be read back from {adapter.file}: it holds {shapes}, expected {expected}"
+            )
+        return Parked(state=state, gradient=gradient)
+
+    def _drop_file(self, adapter: Adapter) -> None:
+        adapter.reading = None
+        if adapter.file is not None and self._spill is not None:
+            self._spill.remove(adapter.file)
+        adapter.file = None
+
+    # ---- rows as they are parked
+    def _lora_spans(self, lora: LoraConfig) -> tuple[_Span, ...]:
+        """Where the numbers of the true rank lie in a row, trained groups only."""
+        if lora not in self._spans:
+            rank_class = rank_class_of(lora.rank)
+            layout = self.layout(rank_class)
+            spans = []
+            for site, a, b in zip(self.sites, layout.a_offset, layout.b_offset, strict=True):
+                if trains(lora, site):
+                    size = lora.rank * site.in_features
+                    spans += [
+                        _Span(start=a, lines=1, size=size, stride=size),
+                        _Span(start=b, lines=site.out_features, size=lora.rank, stride=rank_class),
+                    ]
+            self._spans[lora] = tuple(spans)
+        return self._spans[lora]
+
+    def _num_elements(self, lora: LoraConfig) -> int:
+        """Of a parked row."""
+        row = self.layout(rank_class_of(lora.rank)).row
+        numbers = sum(span.lines * span.size for span in self._lora_spans(lora))
+        return row if numbers >= DENSE * row else numbers
+
+    def _is_dense(self, lora: LoraConfig) -> bool:
+        return self._num_elements(lora) == self.layout(rank_class_of(lora.rank)).row
+
+    def _parked_bytes(self, adapter: Adapter) -> int:
+        """On the host, as a copy."""
+        rows = (3 if adapter.step else 1) + (0 if adapter.gradient_free else 1)
+        return 4 * self._num_elements(adapter.lora) * rows
+
+    def _pack(self, rows: Sequence[torch.Tensor], lora: LoraConfig) -> torch.Tensor:
+        """On the host, float32 [len(rows), n]."""
+        host = self._mover.host(len(rows), self._num_elements(lora))
+        for line, row in zip(host, rows):
+            packed = row if self._is_dense(lora) else torch.cat([s.of(row).flatten() for s in self._lora_spans(lora)])
+            line.copy_(packed, non_blocking=self._mover.beside)
+        return host
+
+    def _unpack(self, numbers: torch.Tensor, lora: LoraConfig, row: torch.Tensor) -> None:
+        """The reverse: [n] into all of ``row``."""
+        if self._is_dense(lora):
+            row.copy_(numbers, non_blocking=self._mover.beside)
+            return
+        row.zero_()
+        packed, end = numbers.to(self.device, non_blocking=self._mover.beside), 0
+        for span in self._lora_spans(lora):
+            start, end = end, end + span.lines * span.size
+            span.of(row).copy_(packed[start:end].view(span.lines, span.size))
 
     def _initialise(self, row: torch.Tensor, adapter: Adapter) -> None:
         lora, layout = adapter.lora, self.layout(adapter.rank_class)
@@ -519,9 +957,10 @@ class AdapterBank:
         return published is not None
 
     def _admit(self, version: Version, lora: LoraConfig) -> _Published:
-        """A new version with an empty row."""
+        """A new version with a row of its own, whose numbers are anybody's."""
         slab = self._slab(rank_class_of(lora.rank))
         self._make_room(slab.work.row_bytes)
+        self._mover.settle()
         published = _Published(version=version, lora=lora, rank_class=slab.layout.rank_class, slot=slab.take_work(lora))
         self._published[version] = published
         self._touch(published)
@@ -537,8 +976,11 @@ class AdapterBank:
     def _resident_bytes(self) -> int:
         return sum(self._row_bytes(p) for p in self._published.values() if p.slot is not None)
 
-    def _host_bytes(self) -> int:
-        return sum(self._row_bytes(p) for p in self._published.values() if p.host is not None)
+    def _host_excess(self, extra_bytes: int = 0) -> int:
+        """Beyond the host's limit, with ``extra_bytes`` more to come."""
+        versions = sum(self._row_bytes(p) for p in self._published.values() if p.host is not None)
+        adapters = sum(a.parked.num_bytes for a in self._adapters.values() if a.parked is not None)
+        return versions + adapters + extra_bytes - self._max_host_bytes
 
     def _make_room(self, extra_bytes: int) -> None:
         """Moves the coldest unpinned versions down until the limits hold, with ``extra_bytes`` more to come."""
@@ -548,13 +990,39 @@ class AdapterBank:
                 break
             self._evict(published)
             excess -= self._row_bytes(published)
-        excess = self._host_bytes() - self._max_host_bytes
-        if excess <= 0 or self._spill_dir is None:
-            return
-        for published in self._coldest(lambda p: p.host is not None):
-            if excess <= 0 or not self._spill(published, self._spill_dir):
+        try:
+            self._make_host_room(0)
+        except ServerError as error:  # a version that is already in host memory can stay there
+            logger.warning("published versions stay in host memory beyond their limit: %s", error)
+
+    def _make_host_room(self, extra_bytes: int) -> int:
+        """Writes the coldest on the host to files until ``extra_bytes`` more fit; how many do not. Raises
+        ``ServerError`` naming the file that cannot be written; whatever was on the host is there still."""
+        excess = self._host_excess(extra_bytes)
+        if self._spill is None or excess <= 0:
+            return 0
+        items: list[_Published | Adapter] = [p for p in self._published.values() if p.host is not None]
+        items += [a for a in self._adapters.values() if a.parked is not None]
+        self._mover.finish()
+        for item in sorted(items, key=lambda item: item.used):
+            if excess <= 0:
                 break
-            excess -= self._row_bytes(published)
+            if isinstance(item, Adapter):
+                assert item.parked is not None
+                item.file, freed = self._write(item, item.parked, self._spill), item.parked.num_bytes
+                item.parked = None
+            else:
+                assert item.host is not None
+                name = f"{_digest(item.version.model_id)}-{item.version.number}{VERSION_SUFFIX}"
+                item.file, item.host = self._spill.write(name, {"row": item.host}), None
+                freed = self._row_bytes(item)
+            excess -= freed
+        return max(0, excess)
+
+    def _write(self, adapter: Adapter, parked: Parked, spill: SpillDirectory) -> Path:
+        rows = parked.state[: 3 if adapter.step else 1]  # moments that are zero are not written
+        tensors = Parked(state=rows, gradient=parked.gradient).tensors()
+        return spill.write(_digest(adapter.model_id) + ADAPTER_SUFFIX, tensors)
 
     def _coldest(self, where: Callable[[_Published], bool]) -> list[_Published]:
         return sorted(filter(where, self._published.values()), key=lambda p: p.used)
@@ -567,42 +1035,24 @@ class AdapterBank:
         slab.give_work(published.slot)
         published.slot = None
 
-    def _spill(self, published: _Published, directory: Path) -> bool:
-        """From host memory to a file. False, and it stays where it is, if the file cannot be written."""
-        assert published.host is not None
-        model = hashlib.sha256(published.version.model_id.encode()).hexdigest()[:24]
-        file = directory / f"{model}-{published.version.number}{SPILL_SUFFIX}"
-        partial = file.with_name(file.name.removesuffix(SPILL_SUFFIX) + PARTIAL_SUFFIX)
-        try:
-            save_file({"row": published.host}, partial)
-            os.replace(partial, file)
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            logger.warning("published versions stay in host memory beyond their limit: %s: %s", file, error)
-            return False
-        published.file, published.host = file, None
-        return True
-
     def _bring_back(self, published: _Published) -> None:
         slab = self._slab(published.rank_class)
         row = published.host if published.host is not None else self._read(published, slab.layout.row)
         self._make_room(slab.work.row_bytes)
+        self._mover.settle()
         slot = slab.take_work(published.lora)
         self.work_slab(published.rank_class)[slot].copy_(row)
         published.slot, published.host = slot, None
 
     def _read(self, published: _Published, row: int) -> torch.Tensor:
         assert published.file is not None
-        name = f"version {published.version.number} of model {published.version.model_id}"
-        try:
-            host = load_file(published.file)["row"]
-        except (OSError, SafetensorError, KeyError) as error:
-            raise ServerError(f"{name} cannot be read back from {published.file}: {error}") from error
-        if host.shape != (row,) or host.dtype != self.dtype:
+        assert self._spill is not None
+        what = f"version {published.version.number} of model {published.version.model_id}"
+        host = self._spill.read(published.file, what).get("row")
+        if host is None or host.shape != (row,) or host.dtype != self.dtype:
+            got = "no row" if host is None else f"{host.dtype} {tuple(host.shape)}"
             raise ServerError(
-                f"{name} cannot be read back from {published.file}: it holds {host.dtype} {tuple(host.shape)}, "
-                f"expected {self.dtype} ({row},)"
+                f"{what} cannot be read back from {published.file}: it holds {got}, expected {self.dtype} ({row},)"
             )
         return host
 
@@ -610,9 +1060,27 @@ class AdapterBank:
         del self._published[published.version]
         if published.slot is not None:
             self._slab(published.rank_class).give_work(published.slot)
-        if published.file is not None:
-            with suppress(OSError):
-                published.file.unlink(missing_ok=True)
+        if published.file is not None and self._spill is not None:
+            self._spill.remove(published.file)
+
+
+def _takes_memory_when_written(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _share_of_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(ADAPTER_SHARE * free)
+    return int(ADAPTER_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _digest(model_id: str) -> str:
+    return hashlib.sha256(model_id.encode()).hexdigest()[:24]
+
+
+def _name(adapter: Adapter) -> str:
+    return f"the adapter of model {adapter.model_id}"
 
 
 def _some(names: Collection[str]) -> str:

@@ -12,7 +12,7 @@ import logging
 import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, assert_never
@@ -91,6 +91,18 @@ class Executor(Protocol):
     capabilities: EngineCapabilities
 
     def make_scheduler(self) -> Scheduler: ...
+
+    def adapter_bytes(self, model_id: str) -> tuple[int, int]:
+        """What a model takes on the device with one request open, and with each one more. Zeros if it is not here."""
+        ...
+
+    def max_adapter_bytes(self) -> float:
+        """What the models of one microbatch, and those with open requests, may take together."""
+        ...
+
+    def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
+        """Before a turn about ``keep``: these are asked for next, in this order. Never raises."""
+        ...
 
     def microbatch(self, turn: Microbatch) -> list[Outcome]:
         """Outcomes of all ``closes``, and of requests that were refused when opened."""
@@ -311,6 +323,7 @@ class TurnLoop:
             ),
             microbatch_tokens=self._microbatch_tokens,
             packable=self._executor.facts.packable,
+            max_adapter_bytes=self._executor.max_adapter_bytes(),
         )
 
     def _waiting(self, model_id: str, waiting: ModelQueue) -> WaitingModel:
@@ -336,10 +349,22 @@ class TurnLoop:
                 if data or (entry.reading is not None and not entry.reading.done()):
                     break
                 rows.append(command)
-        return WaitingModel(model_id=model_id, rows=tuple(rows), data=tuple(data), served=waiting.served)
+        adapter_bytes, request_bytes = self._executor.adapter_bytes(model_id) if data else (0, 0)
+        return WaitingModel(
+            model_id=model_id,
+            rows=tuple(rows),
+            data=tuple(data),
+            served=waiting.served,
+            adapter_bytes=adapter_bytes,
+            request_bytes=request_bytes,
+            open_requests=sum(entry.next_datum > 0 for entry in waiting.entries),
+        )
 
     # ------------------------------------------------------------------------------------------------ turns
     def _execute(self, choice: Choice) -> None:
+        now = {part.request[0] for part in choice.parts} | {command.model_id for command in choice.commands}
+        soon = sorted(self._models.keys() - now, key=lambda model_id: self._models[model_id].served)
+        self._executor.prefetch(soon, keep=now)
         match choice.kind:
             case "microbatch":
                 self._run_microbatch(choice.parts)

@@ -126,7 +126,9 @@ class Replica:
 
         ``on_phase`` is told each step of the start. ``on_death`` is called once per death, after all that was pending
         has failed; it may schedule ``restart``."""
-        replica = cls(spec.model, lambda self: _Process.start(spec, self._receive), spec.settings, on_death)
+        replica = cls(
+            spec.label or spec.model, lambda self: _Process.start(spec, self._receive), spec.settings, on_death
+        )
         await replica._start(on_phase)
         return replica
 
@@ -166,6 +168,11 @@ class Replica:
     @property
     def alive(self) -> bool:
         return self._link is not None and self._died is None
+
+    @property
+    def serving(self) -> bool:
+        """Alive, and past its start."""
+        return self.alive and self._ready is not None and self._ready.done()
 
     @property
     def pid(self) -> int | None:
@@ -361,7 +368,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         board = Board()
         root = str(Path(__file__).parents[2])
-        env = dict(os.environ)
+        env = {**os.environ, **spec.env}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
         env["PYTHONUNBUFFERED"] = "1"
         if "OMP_WAIT_POLICY" not in env:

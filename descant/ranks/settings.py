@@ -13,24 +13,33 @@ class RankSettings:
     """auto: bfloat16 where the hardware computes in it, float32 elsewhere."""
     device: str = "auto"
     """auto: cuda where there is one, else cpu."""
+    replicas: int | None = None
+    """Ranks that each hold the whole base model and some of the adapters; None: one a visible GPU, one on a CPU."""
+    rebalance_interval_s: float = 30.0
+    """How often it is looked whether adapters should move from a busy replica to an idle one."""
     num_threads: int | None = None
-    """Threads of torch's own; None leaves torch's choice (all cores)."""
+    """Threads of torch's own, in each replica; None: torch's choice (all cores), divided among replicas on a CPU."""
     microbatch_tokens: int = 2048
     """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most."""
     steps_per_microbatch: float = 4.0
     """Decode steps between two microbatches while both wait. At least 1, or tokens wait for several microbatches."""
     kv_bytes: int | None = None
-    """Memory for the keys and values of sequences being sampled. None: 2/5 of what is free on a CUDA device once the
-    model is there (training's activations need the rest), 1 GiB elsewhere."""
+    """Memory for the keys and values of sequences being sampled. None: on a CUDA device 2/5 of what the model
+    and ``max_adapter_bytes`` leave of it (training's activations need the rest), 1 GiB elsewhere."""
     max_running: int = 64
     """Sequences decoding at once."""
     max_waiting: int = 2048
     """Sample requests queued; one more is told to try again."""
     step_tokens: int = 512
     """Prompt tokens prefilled in one step at most."""
+    max_adapter_bytes: int | None = None
+    """What adapters being trained take on the device: weights, moments, gradient, working copy. Those that no request
+    is about move to host memory, then to disk, and come back by themselves. None: half of the memory that is free when
+    the model is loaded (on CPU: half of the machine's)."""
     max_version_bytes: int = 2 << 30
     """Published versions kept as rows; colder ones move to host memory, then to disk."""
     max_host_bytes: int = 4 << 30
+    """Host memory for both; beyond it the coldest go to disk."""
     start_timeout_s: float = 900.0
     """From start to ready; the longest part is reading (once: converting) the model."""
     turn_timeout_s: float = 900.0
@@ -59,4 +68,8 @@ class RankSpec:
     losses: LossSettings = field(default_factory=LossSettings)
     cache_dir: str | None = None
     spill_dir: str | None = None
+    label: str | None = None
+    """What messages call the rank; None: the model."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set in the rank's process, over the server's environment."""
     build: str = "descant.ranks.worker:build"

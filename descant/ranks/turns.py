@@ -7,6 +7,7 @@ order, and one process is a replica of one rank. No rank, thread or stream choos
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -73,12 +74,22 @@ class WaitingModel:
     ``rows``: all row commands at the head, in order. ``data``: the datums, in order, of all ``ForwardBackward``s at
     the head (as many as a microbatch could take: more need not be told). ``served``: tokens this model has had, raised
     on its arrival (``served_on_arrival``).
+
+    ``adapter_bytes``: what its rows take on the device while a request of it is open, ``request_bytes``: what each one
+    more takes. ``open_requests``: how many have begun and not ended; their rows cannot move.
     """
 
     model_id: str
     rows: tuple[Command, ...] = ()
     data: tuple[WaitingDatum, ...] = ()
     served: int = 0
+    adapter_bytes: int = 0
+    request_bytes: int = 0
+    open_requests: int = 0
+
+    @property
+    def open_bytes(self) -> int:
+        return self.adapter_bytes + (self.open_requests - 1) * self.request_bytes if self.open_requests else 0
 
 
 Kind = Literal["microbatch", "sample", "rows", "idle"]
@@ -108,11 +119,14 @@ class Choice:
 # The decision
 
 
-def decide(waiting: Waiting, *, microbatch_tokens: int, packable: bool = True) -> Choice:
+def decide(
+    waiting: Waiting, *, microbatch_tokens: int, packable: bool = True, max_adapter_bytes: float = math.inf
+) -> Choice:
     """Row commands first, all that wait at once: they are short and let the most people go on. But never twice in a
     row while a pass waits, so that a stream of them starves nobody. Then training and sampling by credit: with a
     share of at least one step a microbatch, a waiting token waits for one microbatch at most, and training is never
-    shut out. Not packable: one datum a microbatch."""
+    shut out. Not packable: one datum a microbatch. The models of a microbatch, and those with a request that goes on
+    after it, fit ``max_adapter_bytes`` together (one alone may pass it)."""
     training = any(model.data for model in waiting.models)
     rows = tuple(command for model in waiting.models for command in model.rows)
     if rows and not (waiting.last == "rows" and (training or waiting.sampling)):
@@ -120,26 +134,37 @@ def decide(waiting: Waiting, *, microbatch_tokens: int, packable: bool = True) -
     if waiting.sampling and (waiting.sample_credit >= 1 or not training):
         return Choice(kind="sample")
     if training:
-        return Choice(kind="microbatch", parts=_fill(waiting.models, microbatch_tokens if packable else 0))
+        parts = _fill(waiting.models, microbatch_tokens if packable else 0, max_adapter_bytes)
+        return Choice(kind="microbatch", parts=parts)
     return Choice(kind="idle")
 
 
-def _fill(models: Sequence[WaitingModel], room: int) -> tuple[Part, ...]:
+def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -> tuple[Part, ...]:
     """Datum by datum from the model least served, so that a small tenant is never behind a large one's queue. A model
     whose next datum does not fit waits for the next pass (its order stays, and it is then the least served); the first
-    datum is always taken, so that one larger than the budget runs alone."""
+    datum is always taken, so that one larger than the budget runs alone. A request that would need more adapter memory
+    than there is waits until others have ended: those that are open always go on, so that they do end."""
     least_served = [(model.served, index, 0) for index, model in enumerate(models) if model.data]
     heapq.heapify(least_served)
+    in_use = sum(model.open_bytes for model in models)
+    begun: dict[int, set[RequestKey]] = {}
     parts: list[Part] = []
     while least_served and (room > 0 or not parts):
         served, index, at = heapq.heappop(least_served)
-        datum = models[index].data[at]
+        model = models[index]
+        datum, requests = model.data[at], begun.setdefault(index, set())
         cost = datum.added_tokens if at else datum.tokens
         if parts and cost > room:
             continue
+        if datum.part.datum == 0 and datum.part.request not in requests:
+            more = model.request_bytes if requests or model.open_requests else model.adapter_bytes
+            if in_use and in_use + more > max_adapter_bytes:
+                continue
+            in_use += more
+            requests.add(datum.part.request)
         parts.append(datum.part)
         room -= cost
-        if at + 1 < len(models[index].data):
+        if at + 1 < len(model.data):
             heapq.heappush(least_served, (served + datum.tokens, index, at + 1))
     return tuple(parts)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,10 +79,14 @@ class Worker:
         self._model = model
         self._settings = settings
         self._learner = Learner(model, computed_as=losses.computed_as() if losses is not None else {})
+        if settings.max_adapter_bytes is not None:
+            model.bank.max_adapter_bytes = settings.max_adapter_bytes
         self._num_pages = num_pages(model, settings)
         self._sampler = Sampler(model, num_pages=self._num_pages)
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
+        self._held: set[RequestKey] = set()
+        """Open requests: their adapters' rows stay where they are."""
 
     def make_scheduler(self) -> Scheduler:
         settings, facts = self._settings, self.facts
@@ -109,6 +113,46 @@ class Worker:
         tokenizer = cast(PreTrainedTokenizerBase, self._model.tokenizer())
         return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
+    # ------------------------------------------------------------------------------------------------ residency
+    def adapter_bytes(self, model_id: str) -> tuple[int, int]:
+        return self._model.bank.bytes_in_use(model_id)
+
+    def max_adapter_bytes(self) -> float:
+        return self._model.bank.max_adapter_bytes
+
+    def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
+        self._model.bank.prefetch(model_ids, keep=keep)
+
+    def stats(self) -> dict[str, float]:
+        """The bank's counts, bytes and times (``AdapterBank.stats``)."""
+        return self._model.bank.stats()
+
+    def _open(self, command: ForwardBackward) -> None:
+        """Opens a request, its adapter's rows held. Raises ``DescantError``; a backward is remembered as lost then."""
+        bank, key = self._model.bank, (command.model_id, command.seq_id)
+        try:
+            bank.hold(command.model_id)
+        except ServerError as error:
+            if not command.forward_only:
+                self._learner.lose_gradient(key[0], f"forward_backward with seq_id {key[1]} failed: {error}")
+            raise
+        try:
+            self._learner.open(command)
+        except Exception:
+            bank.let_go(command.model_id)
+            raise
+        self._held.add(key)
+
+    def _let_go(self, keys: Iterable[RequestKey]) -> None:
+        for key in [key for key in keys if key in self._held]:
+            self._held.remove(key)
+            self._model.bank.let_go(key[0])
+
+    def _forget(self, model_id: str) -> None:
+        """Its open requests and what the learner remembers of it."""
+        self._learner.forget(model_id)
+        self._let_go([key for key in self._held if key[0] == model_id])
+
     # ------------------------------------------------------------------------------------------------ turns
     def microbatch(self, turn: Microbatch) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -116,7 +160,7 @@ class Worker:
         for command in turn.opens:
             key = (command.model_id, command.seq_id)
             try:
-                self._learner.open(command)
+                self._open(command)
             except DescantError as error:
                 outcomes.append(Outcome(key=key, result=error))
                 refused.add(key)
@@ -129,6 +173,7 @@ class Worker:
                 outcomes.append(Outcome(key=key, result=self._learner.close(key)))
             except DescantError as error:
                 outcomes.append(Outcome(key=key, result=error))
+        self._let_go(turn.closes)
         return outcomes
 
     def sample_step(self, turn: SampleStep) -> Sequence[SequenceOutput]:
@@ -136,7 +181,8 @@ class Worker:
 
     def rows(self, turn: Rows, loaded: dict[RequestKey, Any]) -> list[Outcome]:
         outcomes = []
-        for command in turn.commands:
+        # Those whose rows are here first (each model's own order stays): others may have to move them out.
+        for command in sorted(turn.commands, key=lambda command: not self._model.bank.is_resident(command.model_id)):
             key = (command.model_id, command.seq_id)
             result: Result | DescantError
             try:
@@ -154,17 +200,18 @@ class Worker:
             case CreateModel():
                 return self._create(command, loaded)
             case OptimStep():
-                return self._learner.optim_step(model_id, command.adam_params)
+                with bank.held(model_id):  # before the learner forgets why a gradient was lost
+                    return self._learner.optim_step(model_id, command.adam_params)
             case Snapshot():
                 return self._snapshots.take(command, has_pending_gradient=self._learner.has_pending_gradient(model_id))
             case LoadState():
                 if loaded is None:
                     raise ServerError(f"the checkpoint {command.source.uri} was not read")
                 load_into(bank, model_id, loaded)
-                self._learner.forget(model_id)
+                self._forget(model_id)
                 return Loaded(model_id=model_id, uri=command.source.uri, step=bank[model_id].step)
             case DeleteModel():
-                self._learner.forget(model_id)
+                self._forget(model_id)
                 bank.delete(model_id)
                 return Deleted(model_id=model_id)
             case Refused():
@@ -173,13 +220,17 @@ class Worker:
                     self._learner.lose_gradient(model_id, why)
                 raise UserError(command.message)
             case ForwardBackward():  # one without data: the learner refuses it, and remembers
-                return self._learner.close(self._learner.open(command))
+                self._open(command)
+                try:
+                    return self._learner.close((model_id, command.seq_id))
+                finally:
+                    self._let_go([(model_id, command.seq_id)])
 
     def _create(self, command: CreateModel, loaded: CheckpointTensors | None) -> ModelCreated:
         bank, model_id = self._model.bank, command.model_id
         if self._has(model_id):
             raise UserError(f"model {model_id} exists already")
-        self._learner.forget(model_id)
+        self._forget(model_id)
         adapter = bank.create(model_id, command.lora) if loaded is None else create_from(bank, model_id, loaded)
         return ModelCreated(model_id=model_id, lora=adapter.lora, step=adapter.step)
 
@@ -193,6 +244,7 @@ class Worker:
         if not isinstance(command, ForwardBackward):
             return
         self._learner.abandon(key)
+        self._let_go([key])
         if not command.forward_only and self._has(key[0]):
             self._learner.lose_gradient(key[0], f"forward_backward with seq_id {key[1]} failed: {why}")
 
@@ -234,15 +286,15 @@ def own_directory(parent: Path, name: str) -> Path:
 
 def num_pages(model: BaseModel, settings: RankSettings) -> int:
     """Pages that ``kv_bytes`` pays for, no more than all running sequences could fill."""
-    paid = kv_bytes(settings, model.device) // (model.kv_bytes_per_token() * PAGE_TOKENS)
+    paid = kv_bytes(settings, model) // (model.kv_bytes_per_token() * PAGE_TOKENS)
     longest = -(-model.facts.max_context_length // PAGE_TOKENS)
     return max(2, min(paid, longest * settings.max_running))
 
 
-def kv_bytes(settings: RankSettings, device: torch.device) -> int:
+def kv_bytes(settings: RankSettings, model: BaseModel) -> int:
     if settings.kv_bytes is not None:
         return settings.kv_bytes
-    if device.type != "cuda":
+    if model.device.type != "cuda":
         return 1 << 30
-    free, _ = torch.cuda.mem_get_info(device)
-    return free * 2 // 5
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return max(0, free - model.bank.max_adapter_bytes) * 2 // 5

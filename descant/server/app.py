@@ -27,12 +27,13 @@ def create_app(
     *,
     auth: Keys,
     ready: Callable[[], str | None],
+    missing: Callable[[], str | None] = lambda: None,
     settings: ServerSettings | None = None,
 ) -> FastAPI:
     """The Tinker protocol under ``/api/v1`` over ``service``, with ``/healthz`` and ``/readyz``.
 
-    ``ready``: None when requests can be served, else what is awaited, in a sentence. ``app.state.long_polls.close()``
-    answers every open long poll at once, and every later one.
+    ``ready``: None when requests can be served, else what is awaited, in a sentence. ``missing``: what is missing
+    though they can. ``app.state.long_polls.close()`` answers every open long poll at once, and every later one.
     """
     polls = LongPolls()
     routes = Routes(service, auth=auth, polls=polls, settings=settings or ServerSettings())
@@ -43,7 +44,8 @@ def create_app(
     async def readyz(request: Request) -> Response:
         reason = ready()
         if reason is None:
-            return json_response({"status": "ready"})
+            lacking = missing()
+            return json_response({"status": "ready"} if lacking is None else {"status": "ready", "missing": lacking})
         return json_response({"status": "not ready", "reason": reason}, status=503)
 
     app.add_route("/readyz", readyz, methods=["GET"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, Executable, Row, delete, insert, select, update
+from sqlalchemy import Connection, Executable, Row, delete, insert, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 
 from descant.service import schema
@@ -132,8 +132,16 @@ class Catalogue:
             .values(status=status, status_reason=reason)
         )
 
-    async def lose(self, *, base: str | None, reason: str) -> None:
-        """Everything that lived in memory on this base (None: on any) is lost: models and ephemeral samplers."""
+    async def lose(
+        self,
+        *,
+        base: str | None,
+        reason: str,
+        models: Collection[str] | None = None,
+        versions: Collection[Version] = (),
+    ) -> None:
+        """Everything that lived in memory on this base (None: on any) is lost: models and ephemeral samplers. With
+        ``models``: only those, and the samplers of ``versions``."""
         samplers = schema.sampling_sessions
         lost_models = update(schema.models).where(_MODEL_LIVE).values(status="lost", status_reason=reason)
         lost_samplers = (
@@ -144,6 +152,10 @@ class Catalogue:
         if base is not None:
             lost_models = lost_models.where(schema.models.c.base == base)
             lost_samplers = lost_samplers.where(samplers.c.base == base)
+        if models is not None:
+            named = tuple_(samplers.c.version_model_id, samplers.c.version_number)
+            lost_models = lost_models.where(schema.models.c.model_id.in_(models))
+            lost_samplers = lost_samplers.where(named.in_([(v.model_id, v.number) for v in versions]))
         await self._write(lost_models, lost_samplers)
 
     # ------------------------------------------------------------------------------------------------ samplers

@@ -28,9 +28,13 @@ class Resume:
     async def sampler(self, sampler: SamplingSessionRecord) -> Lost:
         """Of an ephemeral sampling session; one on a path has its file."""
         assert sampler.version is not None
-        model = await self.model(sampler.version.model_id)
+        model_id = sampler.version.model_id
+        record = await self._catalogue.model(model_id)
+        where: object = f"model {model_id!r} is there: save its weights for sampling again"
+        if record is None or record.status != "live":
+            where = await self.model(model_id)
         return Lost(
-            f"the weights of sampling session {sampler.sampling_session_id!r} were never written to a file; {model}"
+            f"the weights of sampling session {sampler.sampling_session_id!r} were never written to a file; {where}"
         )
 
     async def interrupted(self, pending: Sequence[FutureState]) -> Mapping[str, Lost]:

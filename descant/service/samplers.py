@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -108,10 +108,11 @@ class Publications:
                     self._published.discard(version)
                     await self._engine.release(version)
 
-    def forget(self) -> None:
-        """The engine began anew and holds nothing."""
-        self._published.clear()
-        self._users.clear()
+    def forget(self, versions: Collection[Version] | None = None) -> None:
+        """The engine holds these no more; None: it began anew and holds nothing."""
+        for version in list(self._users.keys() | self._published) if versions is None else versions:
+            self._published.discard(version)
+            self._users.pop(version, None)
 
 
 class SampleFold:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -58,6 +58,7 @@ from descant.types import (
     SamplingParams,
     Snapshot,
     SnapshotRef,
+    Version,
     WeightsLoaded,
     WeightsSaved,
     input_length,
@@ -228,10 +229,16 @@ class Service:
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await self._jobs.close()
 
-    async def backend_restarted(self, base: str) -> None:
+    async def backend_restarted(
+        self, base: str, *, models: Collection[str] | None = None, versions: Collection[Version] = ()
+    ) -> None:
         """To be called when a base's process has died, before or after another takes its place: whatever lived in it
-        is lost. Its models' pending requests fail, and so does every later one, naming where to resume."""
-        await self._lose(self._bases[base], "the process that held it ended and was started again")
+        is lost. Its models' pending requests fail, and so does every later one, naming where to resume.
+
+        ``models`` None: it was the base's only process. Else the base has several, and lost are these models and the
+        published ``versions``; nobody else notices."""
+        reason = "the process that held it ended and was started again"
+        await self._lose(self._bases[base], reason, models=models, versions=versions)
 
     def capabilities(self) -> Sequence[ModelFacts]:
         return [backend.facts for backend in self._backends.values()]
@@ -828,15 +835,34 @@ class Service:
     async def _raise_lost(self, model_id: str) -> Answer:
         raise await self._resume.model(model_id)
 
-    async def _lose(self, base: str, reason: str, error: Exception | None = None) -> None:
-        """What lived on this base is lost. ``error``: what its pending requests fail with instead of a sentence per
-        model; then its samples fail too (an engine that ended has failed them itself)."""
-        lost = [model for model in self._models.values() if model.record.base == base]
+    async def _lose(
+        self,
+        base: str,
+        reason: str,
+        error: Exception | None = None,
+        *,
+        models: Collection[str] | None = None,
+        versions: Collection[Version] = (),
+    ) -> None:
+        """What lived on this base is lost; with ``models`` only those and ``versions``. ``error``: what its pending
+        requests fail with instead of a sentence per model; then its samples fail too (an engine that ended has failed
+        them itself)."""
+        lost = [
+            model
+            for model in self._models.values()
+            if model.record.base == base and (models is None or model.record.model_id in models)
+        ]
         for model in lost:
             model.lost = True
-        jobs = self._jobs.where(lambda job: job.base == base and (job.model_id is not None or error is not None))
-        self._publications[base].forget()
-        await self._catalogue.lose(base=base, reason=reason)
+        jobs = self._jobs.where(
+            lambda job: (
+                job.base == base
+                and (job.model_id is not None or error is not None)
+                and (models is None or job.model_id in models)
+            )
+        )
+        self._publications[base].forget(None if models is None else versions)
+        await self._catalogue.lose(base=base, reason=reason, models=models, versions=versions)
         errors = {model.record.model_id: await self._resume.model(model.record.model_id) for model in lost}
         for job in jobs:
             self._jobs.fail(job, error or errors.get(job.model_id or "") or Lost(reason))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from descant.model.load import ModelSource, load_model
 from descant.ranks.replica import Replica
+from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSettings, RankSpec
 from descant.ranks.turns import Microbatch
 from descant.ranks.worker import Worker
@@ -68,3 +69,15 @@ async def tiny_replica(
         yield replica
     finally:
         await replica.close()
+
+
+@asynccontextmanager
+async def tiny_replica_set(
+    directories: pytest.TempPathFactory, num_replicas: int = 2, *, settings: RankSettings = SETTINGS
+) -> AsyncIterator[ReplicaSet]:
+    """As many replicas in process, as one."""
+    async with AsyncExitStack() as stack:
+        replicas = [
+            await stack.enter_async_context(tiny_replica(directories, settings=settings)) for _ in range(num_replicas)
+        ]
+        yield ReplicaSet(replicas, full=settings.max_running)

@@ -14,7 +14,7 @@ from descant.errors import DescantError, Overloaded
 from descant.service.service import Backend
 from descant.testing.engine import EngineSuite
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld, Weights
-from descant.testing.ranks import tiny_replica
+from descant.testing.ranks import tiny_replica, tiny_replica_set
 from descant.types import PromptScores, SampleDelta, SampleRequest, SnapshotRef, StopReason, Version
 
 
@@ -30,6 +30,13 @@ class TestReplica(EngineSuite):
     async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
         async with tiny_replica(tmp_path_factory) as replica:
             yield Backend(facts=replica.facts, trainer=replica, engine=replica)
+
+
+class TestReplicaSet(EngineSuite):
+    @pytest.fixture
+    async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
+        async with tiny_replica_set(tmp_path_factory) as replicas:
+            yield Backend(facts=replicas.facts, trainer=replicas, engine=replicas)
 
 
 # ---------------------------------------------------------------------------------- broken on purpose, once per clause

@@ -15,8 +15,9 @@ from descant.ckpt.manifest import write_durable
 from descant.ckpt.peft import OPTIMIZER
 from descant.errors import DescantError, NotFound, UserError
 from descant.ranks.replica import Replica
+from descant.ranks.replica_set import ReplicaSet
 from descant.testing.fakes import Adapter, FakeTrainer, FakeWorld
-from descant.testing.ranks import tiny_replica
+from descant.testing.ranks import tiny_replica, tiny_replica_set
 from descant.testing.trainer import TrainerSuite
 from descant.types import (
     AdamParams,
@@ -50,6 +51,13 @@ class TestReplica(TrainerSuite):
     async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
         async with tiny_replica(tmp_path_factory) as replica:
             yield replica
+
+
+class TestReplicaSet(TrainerSuite):
+    @pytest.fixture
+    async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicaSet]:
+        async with tiny_replica_set(tmp_path_factory) as replicas:
+            yield replicas
 
 
 # ---------------------------------------------------------------------------------- broken on purpose, once per clause

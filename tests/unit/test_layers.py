@@ -26,7 +26,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "train": NOUNS | {"model"},
     "sample": NOUNS | {"model"},
     "ckpt": NOUNS | {"model", "ports"},
-    "ranks": NOUNS | {"ports", "model", "train", "sample", "ckpt"},
+    "dist": NOUNS,
+    "ranks": NOUNS | {"ports", "model", "train", "sample", "ckpt", "dist"},
     "config": NOUNS | {"service", "server", "ranks", "ckpt"},
     "bench": NOUNS | {"model", "train", "sample"},
 }
@@ -48,6 +49,7 @@ MAY_NOT_IMPORT: Mapping[str, set[str]] = {
     "train": WEB | SQL | {"tinker", "click", "rich"},
     "sample": WEB | SQL | {"tinker", "click", "rich"},
     "ckpt": WEB | SQL | {"tinker", "click", "rich"},
+    "dist": WEB | SQL | {"tinker", "click", "rich", "transformers", "safetensors", "peft"},
     "ranks": WEB | SQL | {"tinker", "click", "rich"},
 }
 

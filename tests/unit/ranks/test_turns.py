@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -115,6 +116,58 @@ def test_decide(state: Waiting, kind: str, expected: list[str]) -> None:
 def test_not_packable_takes_one_datum_a_pass() -> None:
     state = waiting(data("a", 10, 10), data("b", 10))
     assert picked(decide(state, microbatch_tokens=BUDGET, packable=False)) == ["a0"]
+
+
+def costly(model: WaitingModel, adapter_bytes: int, request_bytes: int = 0, open_requests: int = 0) -> WaitingModel:
+    return replace(model, adapter_bytes=adapter_bytes, request_bytes=request_bytes, open_requests=open_requests)
+
+
+def later(model_id: str, *tokens: int, at: int = 1, **fields: int) -> WaitingModel:
+    """Its request has begun: the datums before ``at`` have run."""
+    parts = tuple(WaitingDatum(part=Part(request=(model_id, 1), datum=at + i), tokens=n) for i, n in enumerate(tokens))
+    return WaitingModel(model_id=model_id, data=parts, **fields)
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        pytest.param([costly(data(m, 10, 10), 5) for m in "abc"], ["a0", "b0", "a1", "b1"], id="what fits joins"),
+        pytest.param([costly(data("a", 10), 50), costly(data("b", 10), 5)], ["a0"], id="too large: alone"),
+        pytest.param(
+            [costly(data("a", 10, served=9), 50), costly(data("b", 10), 5)], ["b0"], id="too large waits for its turn"
+        ),
+        pytest.param(
+            [costly(data("a", 10), 8), costly(data("b", 10), 8), costly(data("c", 10), 2)],
+            ["a0", "c0"],
+            id="a smaller one fits",
+        ),
+        pytest.param(
+            [costly(data("a", 10, 10), 5), costly(later("b", 10, 10, served=500), 5, 0, 1), costly(data("c", 10), 5)],
+            ["a0", "a1", "b1", "b2"],
+            id="an open request has its room already, and goes on",
+        ),
+        pytest.param(
+            [costly(data("a", 10), 5), costly(later("b", 10, served=500), 20, 0, 1)],
+            ["b1"],
+            id="open ones beyond the limit: they end first",
+        ),
+        pytest.param(
+            [
+                WaitingModel(
+                    model_id="a",
+                    data=tuple(WaitingDatum(part=Part(request=("a", seq), datum=0), tokens=1) for seq in range(4)),
+                    adapter_bytes=6,
+                    request_bytes=2,
+                )
+            ],
+            ["a0", "a0", "a0"],
+            id="each further request takes a gradient row",
+        ),
+    ],
+)
+def test_no_more_adapters_than_fit(models: list[WaitingModel], expected: list[str]) -> None:
+    choice = decide(waiting(*models), microbatch_tokens=BUDGET, max_adapter_bytes=10)
+    assert picked(choice) == expected
 
 
 def run(models: dict[str, list[int]], *, sampling: bool, share: float, turns: int) -> list[tuple[Kind, list[str]]]:

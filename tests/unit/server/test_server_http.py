@@ -55,13 +55,16 @@ async def test_client_config_asks_for_order(client: httpx.AsyncClient):
 
 
 async def test_health_needs_no_key_and_readiness_has_a_reason(service: Any):
-    reasons: list[str | None] = ["the model is being loaded", None]
-    app = create_app(service, auth=Keys({"tml-a": "ann"}), ready=lambda: reasons.pop(0))
+    reasons: list[str | None] = ["the model is being loaded", None, None]
+    missing: list[str | None] = [None, "a replica is being started again"]
+    auth = Keys({"tml-a": "ann"})
+    app = create_app(service, auth=auth, ready=lambda: reasons.pop(0), missing=lambda: missing.pop(0))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://descant") as client:
         assert plain(await client.get("/healthz"), 200) == {"status": "ok"}
         assert plain(await client.get("/api/v1/healthz"), 200) == {"status": "ok"}
         assert plain(await client.get("/readyz"), 503)["reason"] == "the model is being loaded"
         assert plain(await client.get("/readyz"), 200) == {"status": "ready"}
+        assert plain(await client.get("/readyz"), 200)["missing"] == "a replica is being started again"
 
 
 @pytest.mark.parametrize(

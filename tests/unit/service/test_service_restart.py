@@ -12,7 +12,7 @@ from service_harness import BASE, Harness, forward_backward
 from descant.errors import Gone, Lost, NotFound, RankDied, ServerError
 from descant.service.catalogue import Catalogue
 from descant.service.futures import SqlFutureStore
-from descant.types import ForwardBackward, SampleOutput, SampleRequest, WeightsLoaded
+from descant.types import ForwardBackward, SampleOutput, SampleRequest, Version, WeightsLoaded
 
 
 async def test_sessions_finished_futures_and_checkpoints_survive(harness: Harness) -> None:
@@ -185,6 +185,57 @@ async def test_a_restarted_backend_loses_its_models_and_nothing_else(harness: Ha
     assert record.status == "live"
     await harness.model(session, model_seq_id=2)
     block.set()
+
+
+async def test_one_of_several_processes_of_a_base_loses_what_is_named_and_nothing_else(harness: Harness) -> None:
+    """One model and its sampler go, the other's stay; a third model stays and its sampler, which was on the dead
+    process, goes; weights from a file are published anew."""
+    session = await harness.session()
+    gone, stays, apart = [await harness.model(session, model_seq_id=number) for number in range(3)]
+    saved = await harness.result(await harness.save(gone, 1))
+    samplers = [
+        (await harness.result(await harness.sampler(model, 2, number=number))).sampling_session_id
+        for number, model in enumerate((gone, stays, apart))
+        if model == gone or await harness.result(await harness.fb(model, 1))
+    ]
+    named = await harness.result(await harness.sampler(stays, 3, name="s"))
+    path_sampler = await harness.service.create_sampling_session(
+        "alice", session_id=session, sampling_session_seq_id=9, base_model=None, model_path=named.path
+    )
+    before = await harness.greedy(path_sampler)
+    block, started = asyncio.Event(), asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, ForwardBackward):
+            started.set()
+            await block.wait()
+
+    harness.hook = hook
+    lost, going_on = await harness.fb(gone, 3), await harness.fb(stays, 4)
+    await started.wait()
+    harness.world.adapters.pop(gone)
+    versions = [Version(model_id=gone, number=2), Version(model_id=apart, number=2), Version(model_id=stays, number=3)]
+    for version in versions:
+        del harness.world.published[version]
+    await harness.service.backend_restarted("fake", models={gone, "unheard of"}, versions=versions)
+    for submitted in (lost, await harness.fb(gone, 4), await harness.sample(samplers[0])):
+        error = await harness.error(submitted)
+        assert isinstance(error, Lost)
+        assert saved.path in error.message
+    await harness.pending(going_on)
+    block.set()
+    await harness.result(going_on)
+    await harness.result(await harness.step(stays, 5))
+    await harness.result(await harness.fb(apart, 3))
+    await harness.greedy(samplers[1])
+    assert f"{apart!r} is there" in (await harness.error(await harness.sample(samplers[2]))).message
+    after = await harness.greedy(path_sampler, 1)
+    np.testing.assert_array_equal(after.sequences[0].logprobs, before.sequences[0].logprobs)
+    catalogue = Catalogue(harness.database)
+    records = [await catalogue.model(model) for model in (gone, stays, apart)]
+    assert [record and record.status for record in records] == ["lost", "live", "live"]
+    sessions = [await catalogue.sampling_session(name) for name in samplers]
+    assert [record and record.status for record in sessions] == ["lost", "live", "lost"]
 
 
 async def test_what_comes_while_a_loss_is_written_down_is_lost_too(harness: Harness) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from descant.errors import UserError
+from descant.train import optim
 from descant.train.optim import adamw
 from descant.types import AdamParams
 
@@ -103,3 +104,38 @@ def test_norm_of_a_large_gradient_is_finite() -> None:
     row = Row()
     gradient = torch.full_like(row.weights, 1e18)
     assert row.take(gradient, AdamParams()) == pytest.approx(1e18 * 1000**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("params", "scale", "copies"),
+    [
+        (AdamParams(), 1.0, False),
+        (AdamParams(learning_rate=1.0, eps=1e-8), 1e12, False),
+        (AdamParams(learning_rate=1e3, eps=1e-37), 1.0, True),
+        (AdamParams(), 1e19, True),
+        (AdamParams(learning_rate=1e25), 1.0, True),
+    ],
+    ids=["usual", "large but bounded", "tiny eps", "squares beyond float32", "wild rate"],
+)
+def test_rows_are_copied_only_when_the_step_might_have_to_be_undone(
+    params: AdamParams, scale: float, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways give the same bits; a refused step is only ever one that was copied."""
+    checked: list[bool] = []
+    real = optim._is_safe
+    monkeypatch.setattr(optim, "_is_safe", lambda *args: checked.append(real(*args)) or checked[-1])
+    row, careful = Row(), Row()
+    gradient = row.new_gradient() * scale
+    row.take(gradient, params)
+    assert checked == [not copies]
+    monkeypatch.setattr(optim, "_is_safe", lambda *args: False)
+    careful.take(gradient, params)
+    for name in ("weights", "moment1", "moment2"):
+        assert torch.equal(getattr(row, name), getattr(careful, name))
+
+
+@pytest.mark.parametrize("value", [1e-25, 1e-15, 1.0, 1e15, 1e25])
+def test_norms_of_any_size(value: float) -> None:
+    gradient = torch.full((1000,), value)
+    norm, _ = optim._measure(gradient, (gradient,) * 3)
+    assert norm == pytest.approx(value * 1000**0.5, rel=1e-6)

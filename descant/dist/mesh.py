@@ -1,0 +1,254 @@
+"""Groups of ranks and the collectives on them. The only file that calls ``torch.distributed``.
+
+A ``Mesh`` is made of one declared table, ``name → ranks``; after all ranks have agreed on the table, one loop creates
+its groups in table order on every rank. There is no default group here: a collective is a method of its group.
+
+Every collective has a tag and enters the group's hash chain of call identities, which is compared at the next point:
+calls that are swapped, skipped or differ are found there, at the latest, with the first one that differs. Every wait is
+cut into slices of 100 ms, and leaves with the verdict when there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from descant.dist.board import Call
+from descant.dist.point import SLICE_S, Member
+
+_SLICE = timedelta(seconds=SLICE_S)
+ReduceOp = Literal["sum", "max", "min"]
+_REDUCE: Mapping[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def axis_table(axes: Mapping[str, int]) -> dict[str, list[int]]:
+    """The groups of a mesh with named axes, outermost first: ``{"replica": 2, "shard": 2}`` on ranks 0 to 3 gives
+
+    ``{"replica:0": [0, 2], "replica:1": [1, 3], "shard:0": [0, 1], "shard:1": [2, 3]}``.
+
+    A group of axis a holds the ranks that differ in a only; they are numbered by the other coordinates.
+    """
+    if not axes or any(size < 1 for size in axes.values()):
+        raise ValueError(f"axes are {dict(axes)}, expected at least one, each of size 1 or more")
+    names, sizes = list(axes), list(axes.values())
+    coordinates = list(itertools.product(*(range(size) for size in sizes)))
+    table: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank, at in enumerate(coordinates):
+            rows.setdefault(at[:i] + at[i + 1 :], []).append(rank)
+        for number, ranks in enumerate(rows.values()):
+            table[f"{name}:{number}"] = ranks
+    return table
+
+
+class Group:
+    """One row of the table, as this rank sees it. Roots and indices are ranks within the group.
+
+    Bound to the thread that joined. ``ranks[i]`` is the world rank of its member i; ``rank`` is this process's i.
+    """
+
+    def __init__(self, name: str, member: Member, process_group: dist.ProcessGroup, mesh: Mesh):
+        self.name = name
+        self.ranks = member.groups[name]
+        self.rank = self.ranks.index(member.rank)
+        self.process_group = process_group
+        """For ``DeviceMesh.from_group`` and the like: calls that go around this class are in no chain."""
+        self._member = member
+        self._mesh = mesh
+        self._count = 0
+        self._digest = b""
+        self._newest: dist.Work | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, tag: str, op: ReduceOp = "sum", deadline_s: float | None = None
+    ) -> None:
+        """In place; the same shape and dtype everywhere."""
+        identity = self._enter("all_reduce", tensor, op, tag)
+        self._run(
+            lambda: dist.all_reduce(tensor, op=_REDUCE[op], group=self.process_group, async_op=True),
+            identity,
+            deadline_s,
+        )
+
+    def broadcast(self, tensor: torch.Tensor, *, root: int, tag: str, deadline_s: float | None = None) -> None:
+        """In place, from the member of group rank ``root``."""
+        if not 0 <= root < self.size:
+            raise ValueError(
+                f"broadcast '{tag}' has root {root}, expected a rank within group '{self.name}' of {self.size}"
+            )
+        identity = self._enter("broadcast", tensor, f"root={root}", tag)
+        self._run(
+            lambda: dist.broadcast(tensor, group_src=root, group=self.process_group, async_op=True),
+            identity,
+            deadline_s,
+        )
+
+    def all_gather(self, tensor: torch.Tensor, *, tag: str, deadline_s: float | None = None) -> list[torch.Tensor]:
+        """Everybody's tensor, by group rank; the same shape and dtype everywhere."""
+        gathered = [torch.empty_like(tensor) for _ in self.ranks]
+        identity = self._enter("all_gather", tensor, "", tag)
+        self._run(
+            lambda: dist.all_gather(gathered, tensor, group=self.process_group, async_op=True), identity, deadline_s
+        )
+        return gathered
+
+    def barrier(self, name: str, *, deadline_s: float | None = None) -> None:
+        """A point of this group; no collective."""
+        self._member.barrier(name, group=self.name, deadline_s=deadline_s or self._mesh.deadline_s)
+
+    def settle(self, *, deadline_s: float | None = None) -> None:
+        """Wait, in slices, until the device has done this group's collectives (NCCL runs them after the call).
+
+        Before a blocking read from the device: that could not leave with the verdict, only be ended by it.
+        """
+        work = self._newest
+        if work is None:
+            return
+        began = time.monotonic()
+        limit = deadline_s or self._mesh.deadline_s
+        while not work.is_completed():
+            self._member.raise_if_failed()
+            waited = time.monotonic() - began
+            if waited > limit:
+                self._member.collective_overdue(self.name, self._count, "settling the device's collectives", waited)
+            time.sleep(0.0005)
+        self._newest = None
+
+    def _enter(self, op: str, tensor: torch.Tensor, detail: str, tag: str) -> str:
+        """The call's identity, chained and on the board, before anything can block."""
+        member = self._member
+        member.check_thread()
+        member.raise_if_failed()
+        if not tag:
+            raise ValueError(f"{op} on group '{self.name}' has an empty tag")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        identity = f"{member.where(tag)} {op} {list(tensor.shape)} {dtype} {detail}".rstrip()
+        if self._mesh.check_every_call:
+            member.point(f"{tag} of {self.name}", group=self.name, check=identity, deadline_s=self._mesh.deadline_s)
+        self._count += 1
+        self._digest = hashlib.blake2b(self._digest + identity.encode(), digest_size=8).digest()
+        digest = self._digest.hex()
+        member.chains[self.name] = (self._count, digest)
+        member.board.call(Call(self.name, self._count, digest, identity))
+        return identity
+
+    def _run(self, issue: Any, identity: str, deadline_s: float | None) -> None:
+        try:
+            work = issue()
+        except Exception as error:
+            self._member.collective_failed(identity, error)
+        if self._mesh.stream_ordered:
+            work.wait()  # the stream waits, not this thread
+            self._newest = work
+        else:
+            self._wait(work, identity, deadline_s or self._mesh.deadline_s)
+        self._member.board.write("past", identity)
+
+    def _wait(self, work: dist.Work, identity: str, limit: float) -> None:
+        began = time.monotonic()
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except Exception as error:
+                if work.is_completed():  # it failed; otherwise only the slice has ended, and the call goes on
+                    self._member.collective_failed(identity, error)
+            self._member.raise_if_failed()
+            waited = time.monotonic() - began
+            if waited >= limit:
+                self._member.collective_overdue(self.name, self._count, identity, waited)
+
+
+class Mesh:
+    """All groups of a run, on one rank. A context manager: leaving it well takes the groups down."""
+
+    def __init__(self, member: Member, deadline_s: float, *, stream_ordered: bool, check_every_call: bool):
+        self.member = member
+        self.deadline_s = deadline_s
+        self.stream_ordered = stream_ordered
+        self.check_every_call = check_every_call
+        self.groups: dict[str, Group] = {}
+        """Those that this rank is in."""
+        self._store: dist.Store | None = None
+
+    @classmethod
+    def create(
+        cls,
+        member: Member,
+        table: Mapping[str, Sequence[int]],
+        *,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        host: str = "127.0.0.1",
+        deadline_s: float = 60.0,
+        check_every_call: bool = False,
+    ) -> Mesh:
+        """On every rank with the same ``table``. ``host`` is rank 0's address as the others reach it.
+
+        ``deadline_s`` bounds the creation and each collective. ``check_every_call`` compares every call before it is
+        made, for a round to the referee each. With "nccl" the current device is this rank's. Raises
+        DistributedFailure, the same everywhere; where the creation itself is stuck the process ends
+        (``last_resort_s`` of the member).
+        """
+        with member.scope("mesh"):
+            member.declare(table, deadline_s=deadline_s)
+            timeout = timedelta(seconds=deadline_s + 30)  # torch's own; ours come first
+            server = None
+
+            def listen() -> int:
+                nonlocal server
+                server = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False, timeout=timeout)
+                return server.port
+
+            port = member.rank0_decides("store", listen, deadline_s=deadline_s)
+            mesh = cls(member, deadline_s, stream_ordered=backend == "nccl", check_every_call=check_every_call)
+            try:
+                mesh._store = server or dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
+                mesh._make_groups(table, backend, timeout)
+            except Exception as error:  # a peer's death, as torch puts it
+                member.collective_failed(member.where("creation of groups"), error)
+            member.barrier("created", deadline_s=deadline_s)
+        return mesh
+
+    def _make_groups(self, table: Mapping[str, Sequence[int]], backend: str, timeout: timedelta) -> None:
+        # Torch makes groups out of a default group only. It is never handed out, and never computed with.
+        dist.init_process_group(
+            backend, store=self._store, rank=self.member.rank, world_size=self.member.world, timeout=timeout
+        )
+        for name, ranks in table.items():
+            with self.member.scope(name):
+                made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
+                if self.member.rank in ranks:
+                    self.groups[name] = Group(name, self.member, made, self)
+
+    def axis(self, name: str) -> Group:
+        """This rank's group along an axis of ``axis_table``."""
+        for group_name, group in self.groups.items():
+            if group_name.partition(":")[0] == name:
+                return group
+        raise ValueError(f"axis '{name}' is not in the mesh; there are {sorted(self.groups)}")
+
+    def close(self) -> None:
+        """Together on all ranks, when all is well. After a failure groups are left to the end of the process."""
+        self.groups.clear()
+        dist.destroy_process_group()
+        self._store = None
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.close()

@@ -1,0 +1,170 @@
+"""Which rank runs where, and which adapter lives on which replica. Pure: no clock, no process, no chance.
+
+Replicas of one base are alike and know nothing of one another, so placing is a matter of load alone. A replica's load
+is its share of all adapters' memory plus its share of the recent tokens. An adapter stays where it was placed; it is
+moved only while nothing of it is under way, and only when that evens the load out noticeably.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from descant.errors import ServerError, UserError
+from descant.ranks.settings import RankSpec
+from descant.types import LoraConfig
+
+QUIET_TOKENS = 10_000.0
+"""Fewer recent tokens than this on all replicas together, and traffic counts for little: nothing is hot."""
+
+NOTICEABLE = 0.25
+"""A move must lower the difference of two replicas' loads by this fraction of the mean load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Of one adapter, or of all on a replica.
+
+    ``size``: memory, in any unit that is proportional to bytes and the same for all adapters of a base.
+    ``recent_tokens``: tokens trained and sampled lately, older ones counting less.
+    """
+
+    size: float = 0.0
+    recent_tokens: float = 0.0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(size=self.size + other.size, recent_tokens=self.recent_tokens + other.recent_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedModel:
+    """``movable``: it exists, no command of it is open, and it has no gradient, whole or lost."""
+
+    model_id: str
+    replica: int
+    load: Load
+    movable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    model_id: str
+    source: int
+    target: int
+
+
+def size_of(lora: LoraConfig) -> float:
+    """An adapter's memory relative to others on the same base: rows are as long as their rank is large."""
+    chosen = lora.train_attn + lora.train_mlp + lora.train_unembed
+    return float(max(1, lora.rank) * max(1, chosen))
+
+
+def place(loads: Mapping[int, Load]) -> int:
+    """The replica for a new adapter: the least loaded. ``loads``: what each live replica carries. Raises
+    ``ServerError`` if there is none."""
+    if not loads:
+        raise ServerError("no replica is running")
+    return _extremes(_weights(loads))[0]
+
+
+def rebalance(models: Sequence[PlacedModel], background: Mapping[int, Load]) -> tuple[Move, ...]:
+    """Moves that even the load out, in the order to make them; none when it is even enough.
+
+    ``background``: every live replica, with the load that belongs to no adapter (sampling the base). Models on other
+    replicas are lost, not moved. No model moves twice.
+    """
+    on_live = [model for model in models if model.replica in background]
+    total = _total([*background.values(), *(model.load for model in on_live)])
+    weights = {replica: _share(load, total) for replica, load in background.items()}
+    for model in on_live:
+        weights[model.replica] += _share(model.load, total)
+    candidates = {model.model_id: model for model in on_live if model.movable}
+    moves: list[Move] = []
+    while len(weights) > 1:
+        idlest, busiest = _extremes(weights)
+        gap, mean = weights[busiest] - weights[idlest], sum(weights.values()) / len(weights)
+        shares = {m.model_id: _share(m.load, total) for m in candidates.values() if m.replica == busiest}
+        if not shares:
+            break
+        best = min(shares, key=lambda model_id: (abs(gap - 2 * shares[model_id]), model_id))
+        if gap - abs(gap - 2 * shares[best]) < max(NOTICEABLE * mean, 1e-9):
+            break
+        weights[busiest] -= shares[best]
+        weights[idlest] += shares[best]
+        del candidates[best]
+        moves.append(Move(model_id=best, source=busiest, target=idlest))
+    return tuple(moves)
+
+
+def copy_target(in_flight: Mapping[int, int], holders: Collection[int], *, full: int) -> int | None:
+    """The replica that a hot version should be copied to, or None.
+
+    ``in_flight``: sequences being sampled on each live replica. ``holders``: where the version is already. It is hot
+    when each of those has at least ``full``, and a replica with less than half of that is idle enough to help.
+    """
+    here = [in_flight[replica] for replica in holders if replica in in_flight]
+    others = [replica for replica in in_flight if replica not in holders]
+    if not here or not others or min(here) < full:
+        return None
+    idlest = min(others, key=lambda replica: (in_flight[replica], replica))
+    return idlest if 2 * in_flight[idlest] < full else None
+
+
+def _extremes(weights: Mapping[int, float]) -> tuple[int, int]:
+    """(least, most) loaded; of several the lowest number."""
+    return (
+        min(weights, key=lambda replica: (weights[replica], replica)),
+        min(weights, key=lambda replica: (-weights[replica], replica)),
+    )
+
+
+def _weights(loads: Mapping[int, Load]) -> dict[int, float]:
+    total = _total(loads.values())
+    return {replica: _share(load, total) for replica, load in loads.items()}
+
+
+def _total(loads: Collection[Load]) -> Load:
+    return sum(loads, Load())
+
+
+def _share(load: Load, total: Load) -> float:
+    of_size = load.size / total.size if total.size > 0 else 0.0
+    return of_size + load.recent_tokens / max(total.recent_tokens, QUIET_TOKENS)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ranks on devices
+
+
+def rank_specs(spec: RankSpec, *, gpus: Sequence[str], num_cores: int) -> tuple[RankSpec, ...]:
+    """One spec a replica, of the spec of any.
+
+    ``gpus``: what each visible GPU is called in ``CUDA_VISIBLE_DEVICES``; empty on a CPU. ``settings.replicas`` None:
+    one a GPU, one on a CPU. On a CPU the replicas divide the cores. Raises ``UserError`` naming the setting.
+    """
+    settings = spec.settings
+    on_gpus = bool(gpus) and settings.device in ("auto", "cuda")
+    count = settings.replicas or (len(gpus) if on_gpus else 1)
+    if on_gpus and count > len(gpus):
+        raise UserError(f"rank.replicas is {count}, expected at most {len(gpus)}: each needs a GPU of its own")
+    if count > 1 and settings.device.startswith("cuda:"):
+        raise UserError(
+            f"rank.device is {settings.device!r}, which is one GPU, and rank.replicas is {count}; "
+            "set rank.device to 'cuda' for a GPU each"
+        )
+    if count > 1 and not on_gpus and settings.num_threads is None:
+        settings = replace(settings, num_threads=max(1, num_cores // count))
+    return tuple(
+        replace(
+            spec,
+            settings=settings,
+            label=f"replica {index} of {spec.model}" if count > 1 else None,
+            env={"CUDA_VISIBLE_DEVICES": gpus[index]} if on_gpus else {},
+            # What a rank finds in its directory it takes for its own earlier life's and removes.
+            spill_dir=str(Path(spec.spill_dir) / f"replica-{index}")
+            if spec.spill_dir and count > 1
+            else spec.spill_dir,
+        )
+        for index in range(count)
+    )

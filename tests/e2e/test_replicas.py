@@ -1,0 +1,112 @@
+"""``descant serve`` with two replicas: one is killed, and only its own models notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from descant.testing.server import END_S, START_S, Server, serve
+from descant.testing.tiny import tiny_model
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+GREEDY = types.SamplingParams(max_tokens=5, temperature=0.0)
+PROMPT = types.ModelInput.from_ints([10, 11, 12])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")  # at exit the SDK would wait for a server that is gone
+
+
+def batch() -> list[types.Datum]:
+    tokens = np.arange(10, 20)
+    inputs = {
+        "target_tokens": types.TensorData.from_numpy(tokens[1:].astype(np.int64)),
+        "weights": types.TensorData.from_numpy(np.ones(9, np.float32)),
+    }
+    return [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)]
+
+
+def train(client: tinker.TrainingClient, num_steps: int) -> list[Any]:
+    """Submitted, not awaited: futures of each backward."""
+    backwards = []
+    for _ in range(num_steps):
+        backwards.append(client.forward_backward(batch(), "cross_entropy"))
+        client.optim_step(ADAM)
+    return backwards
+
+
+def losses(backwards: list[Any]) -> list[float]:
+    return [one.result(timeout=END_S).metrics["loss:sum"] for one in backwards]
+
+
+def ready(server: Server) -> tuple[int, dict[str, str]]:
+    try:
+        with urllib.request.urlopen(f"{server.url}/readyz", timeout=END_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def ranks(server: Server) -> list[int]:
+    """In the order in which they were started: replica 0 first."""
+    children = psutil.Process(server.process.pid).children()
+    return sorted(child.pid for child in children if any("rank_main" in word for word in child.cmdline()))
+
+
+def test_one_replica_of_two_is_killed(model: Path, tmp_path: Path):
+    with serve(model, tmp_path / "data", "rank.replicas=2") as server:
+        service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
+
+        def create() -> tinker.TrainingClient:
+            return service_client.create_lora_training_client(str(model), rank=4, seed=0).result(timeout=END_S)
+
+        victim, survivor, undisturbed = create(), create(), create()
+        expected = losses(train(undisturbed, 12))
+        assert ready(server) == (200, {"status": "ready"})
+        assert len(ranks(server)) == 2
+        losses(train(victim, 1))
+        path = victim.save_state("before").result(timeout=END_S).path
+        sampler = survivor.save_weights_and_get_sampling_client().result(timeout=END_S)
+        before = sampler.sample(PROMPT, 1, GREEDY).result(timeout=END_S).sequences[0].tokens
+
+        going_on = train(survivor, 6)
+        os.kill(ranks(server)[0], signal.SIGKILL)
+        going_on += train(survivor, 6)
+        assert losses(going_on) == expected, "not bit-equal to an undisturbed training"
+        newcomer = create()  # at once
+        assert losses(train(newcomer, 12)) == expected
+        assert sampler.sample(PROMPT, 1, GREEDY).result(timeout=END_S).sequences[0].tokens == before
+        with pytest.raises(tinker.RequestFailedError, match=path):
+            losses(train(victim, 1))
+
+        deadline = time.monotonic() + START_S
+        while (answer := ready(server)) != (200, {"status": "ready"}):
+            assert answer[0] == 200
+            assert "replica 0" in answer[1]["missing"]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert len(ranks(server)) == 2
+        resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
+        losses(train(resumed, 2))
+        pids = ranks(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(END_S) == 0
+        assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -1,0 +1,431 @@
+"""Training adapters that are not in rows: what is parked comes back bit for bit, and the limits hold."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import descant.model.bank as bank_module
+from descant.errors import NotFound, ServerError
+from descant.model.bank import AdapterBank, Layout, LoraSite
+from descant.model.tiers import Mover
+from descant.types import LoraConfig, Version
+
+SITES = (
+    LoraSite(name="model.layers.0.self_attn.q_proj", group="attn", in_features=64, out_features=24),
+    LoraSite(name="model.layers.0.mlp.up_proj", group="mlp", in_features=64, out_features=40),
+    LoraSite(name="lm_head", group="unembed", in_features=64, out_features=56),
+)
+LORAS = (
+    LoraConfig(rank=8, seed=1),
+    LoraConfig(rank=3, seed=2),
+    LoraConfig(rank=8, seed=3, train_mlp=False),
+    LoraConfig(rank=16, seed=4),
+    LoraConfig(rank=9, seed=5, train_attn=False),
+    LoraConfig(rank=8, seed=6),
+)
+
+
+def row_elements(rank_class: int = 8) -> int:
+    return Layout.of(SITES, rank_class).row
+
+
+def in_use(rank_class: int = 8) -> int:
+    """Bytes of one adapter in rows: state, gradient and a float32 working row."""
+    return row_elements(rank_class) * (12 + 4 + 4)
+
+
+def make_bank(num_adapters: float, *, rank_class: int = 8, **limits: object) -> AdapterBank:
+    return AdapterBank(
+        SITES,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_adapter_bytes=int(num_adapters * in_use(rank_class)),
+        **limits,  # type: ignore[arg-type]
+    )
+
+
+def write(bank: AdapterBank, model_id: str, generator: torch.Generator, *, pending: bool) -> list[torch.Tensor]:
+    """Random numbers wherever the adapter has any; what was written, with None's place taken by zeros."""
+    adapter = bank[model_id]
+    rows = [bank.weights(model_id), *bank.moments(model_id)]
+    if pending:
+        rows.append(bank.gradient(model_id))
+        adapter.gradient_free = False
+    for row in rows:
+        parts = bank.export(row, adapter.lora)
+        for part in parts.values():
+            part.copy_(torch.randn(part.shape, generator=generator))
+        bank.import_row(parts, adapter.lora, row)
+    adapter.step += 1
+    bank.refresh_work(model_id)
+    return [row.clone() for row in state(bank, model_id)]
+
+
+def state(bank: AdapterBank, model_id: str) -> list[torch.Tensor]:
+    adapter = bank[model_id]
+    slot = adapter.work  # brings it back, which may replace the slab
+    work = bank.work_slab(adapter.rank_class)[slot]
+    return [bank.weights(model_id), *bank.moments(model_id), bank.gradient(model_id), work]
+
+
+def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+class Beside(Mover):
+    """As on CUDA, rows are copied to the host and moved ahead of need; the copies are done when they are asked for."""
+
+    beside = True
+
+
+def make_bank_beside(num_adapters: float, **limits: object) -> AdapterBank:
+    bank = make_bank(num_adapters, **limits)
+    bank._mover = Beside(bank.device)
+    return bank
+
+
+TIERS = {"host": {}, "disk": {"max_host_bytes": 0}, "both": {"max_host_bytes": 40_000}}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cuda", [False, True], ids=["as on CPU", "as on CUDA"])
+def test_what_comes_back_is_what_was_there(
+    cuda: bool, tier: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that fill their class and such that do not, gradients pending and not, in any order."""
+    if cuda:
+        monkeypatch.setattr(bank_module, "_takes_memory_when_written", lambda device: False)
+    bank = (make_bank_beside if cuda else make_bank)(3, spill_dir=tmp_path, **TIERS[tier])
+    names = {f"m{index}": lora for index, lora in enumerate(LORAS)}
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    fresh = make_bank(100)
+    expected = {}
+    for name, lora in names.items():
+        bank.create(name, lora)
+        fresh.create(name, lora)
+        expected[name] = [row.clone() for row in state(fresh, name)]
+    pending = dict.fromkeys(names, False)
+    for turn in range(60):
+        name = choose.choice(list(names))
+        if choose.random() < 0.3:
+            bank.prefetch(choose.sample(list(names), 3), keep={name})
+        assert equal(state(bank, name), expected[name]), (turn, name)
+        assert bank[name].gradient_free is not pending[name]
+        if choose.random() < 0.6:
+            pending[name] = choose.random() < 0.5 or pending[name]
+            expected[name] = write(bank, name, generator, pending=pending[name])
+        elif pending[name]:  # as an optimiser step leaves it
+            bank.gradient(name).zero_()
+            bank[name].gradient_free, pending[name] = True, False
+            expected[name][3].zero_()
+        assert bank.stats()["adapters_resident_bytes"] <= bank.max_adapter_bytes
+        assert bank.stats()["adapters_host_bytes"] <= TIERS[tier].get("max_host_bytes", 4 << 30)
+    stats = bank.stats()
+    assert stats["evictions"] > 10
+    assert stats["loads"] > 5
+    assert (stats["adapters_disk"] > 0) == (tier != "host")
+    assert stats["adapters_disk"] == len(list(tmp_path.iterdir()))
+    for name in names:
+        bank.delete(name)
+    stats = bank.stats()
+    assert list(tmp_path.iterdir()) == []
+    assert stats["work_rows"] == stats["scratch_rows"] == stats["adapters_host_bytes"] == 0
+
+
+def test_a_new_adapter_takes_nothing_until_somebody_asks_for_a_row() -> None:
+    bank = make_bank(2)
+    for index in range(1000):
+        bank.create(f"m{index}", LoraConfig(rank=8, seed=index))
+    stats = bank.stats()
+    assert (stats["adapters"], stats["adapters_new"], stats["adapters_resident_bytes"]) == (1000, 1000, 0)
+    assert bank.weights("m999").count_nonzero() > 0
+    assert bank.stats()["adapters_resident"] == 1
+
+
+def test_a_parked_row_is_of_its_true_rank() -> None:
+    bank = make_bank(1)
+    bank.create("small", LoraConfig(rank=1))
+    write(bank, "small", torch.Generator(), pending=True)
+    bank.create("other", LoraConfig(rank=8))
+    bank.weights("other")
+    numbers = sum(site.in_features + site.out_features for site in SITES)
+    assert bank.stats()["adapters_host_bytes"] == 4 * 4 * numbers
+    assert 4 * 4 * numbers < in_use() / 5
+
+
+def test_the_longest_unused_goes_first_and_who_is_waited_for_last() -> None:
+    bank = make_bank(3)
+    for name in ("a", "b", "c", "d", "e"):
+        bank.create(name, LoraConfig(rank=8))
+    for name in ("a", "b", "c", "a"):
+        bank.weights(name)
+    bank.weights("d")
+    assert [bank.is_resident(name) for name in "abcd"] == [True, False, True, True]
+    bank.prefetch(["c"], keep={"e"})
+    bank.weights("e")
+    assert [bank.is_resident(name) for name in "abcde"] == [False, False, True, True, True]
+
+
+def test_what_is_held_stays_beyond_the_limit_and_goes_when_let_go() -> None:
+    bank = make_bank(2)
+    places = {}
+    for name in ("a", "b", "c"):
+        bank.create(name, LoraConfig(rank=8))
+        adapter = bank.hold(name)
+        bank.gradient(name).fill_(ord(name))
+        places[name] = (adapter.work, adapter.slot)
+    bank.create("d", LoraConfig(rank=8))
+    bank.weights("d")
+    for name, (work, slot) in places.items():
+        assert (bank[name].work, bank[name].slot) == (work, slot)
+        assert (bank.gradient_row(8, slot) == ord(name)).all()
+    for name in places:
+        bank.gradient(name).zero_()
+        bank.let_go(name)
+    assert bank.stats()["adapters_resident"] == 2
+    assert bank.stats()["adapters_resident_bytes"] <= bank.max_adapter_bytes
+    with pytest.raises(ServerError, match="was not held"):
+        bank.let_go("a")
+
+
+def test_scratch_rows_count() -> None:
+    bank = make_bank(2)
+    for name in ("a", "b"):
+        bank.create(name, LoraConfig(rank=8))
+        bank.weights(name)
+    bank.hold("b")
+    scratch = bank.take_scratch(8)
+    assert not bank.is_resident("a")
+    assert bank.stats()["scratch_rows"] == 1
+    bank.free_scratch(8, scratch)
+    bank.weights("a")
+    assert bank.stats()["adapters_resident"] == 2
+
+
+@pytest.mark.parametrize("rank", [8, 3], ids=["whole rows", "true rank"])
+def test_a_rank_class_takes_the_room_that_another_left(rank: int) -> None:
+    bank = make_bank(4, rank_class=16)
+    for index in range(4):
+        bank.create(f"large{index}", LoraConfig(rank=16))
+        bank.weights(f"large{index}")
+    for index in range(4):
+        bank.create(f"small{index}", LoraConfig(rank=rank))
+        bank.weights(f"small{index}")
+        assert bank.stats()["adapters_resident_bytes"] <= bank.max_adapter_bytes
+    assert all(bank.is_resident(f"small{index}") for index in range(4))
+    assert bank.is_resident("large3")
+    assert bank.stats()["adapters_resident"] >= 5
+
+
+def test_memory_that_was_used_is_used_again() -> None:
+    bank = make_bank(100)
+    bank.create("a", LoraConfig(rank=8))
+    first = bank.weights("a").data_ptr()
+    write(bank, "a", torch.Generator(), pending=True)
+    before = bank.stats()["adapters_resident_bytes"]
+    bank.delete("a")
+    assert bank.stats()["adapters_resident_bytes"] == before - 4 * row_elements(), "all but the working row is kept"
+    bank.create("b", LoraConfig(rank=8, seed=9))
+    assert bank.weights("b").data_ptr() == first
+    assert bank.stats()["adapters_resident_bytes"] == before
+    fresh = make_bank(100)
+    fresh.create("b", LoraConfig(rank=8, seed=9))
+    assert equal(state(bank, "b"), state(fresh, "b"))
+
+
+def test_a_full_disk_is_named_and_loses_nothing(tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    bank = make_bank(1, max_host_bytes=0, spill_dir=spill)
+    generator = torch.Generator()
+    for name in ("a", "b"):
+        bank.create(name, LoraConfig(rank=8))
+    expected = write(bank, "a", generator, pending=True)
+    spill.rmdir()
+    spill.write_text("not a directory")
+    for _ in range(3):
+        with pytest.raises(ServerError, match=f"cannot write {spill}"):
+            bank.weights("b")
+    stats = bank.stats()
+    assert (stats["adapters_resident"], stats["adapters_host"], stats["adapters_new"]) == (1, 0, 1)
+    assert equal(state(bank, "a"), expected), "who is in rows goes on"
+    spill.unlink()
+    spill.mkdir()
+    bank.weights("b")
+    assert not bank.is_resident("a")
+    assert equal(state(bank, "a"), expected)
+
+
+def test_a_full_disk_does_not_stop_what_host_memory_can_swap(tmp_path: Path) -> None:
+    """The one that comes back leaves its place on the host to the one that goes."""
+    spill = tmp_path / "spill"
+    bank = make_bank(1, max_host_bytes=16 * row_elements(), spill_dir=spill)
+    for name in ("a", "b"):
+        bank.create(name, LoraConfig(rank=8))
+    expected = {name: write(bank, name, torch.Generator(), pending=True) for name in ("a", "b")}
+    spill.rmdir()
+    for name in ("a", "b", "a", "b"):
+        assert equal(state(bank, name), expected[name])
+
+
+def test_one_that_cannot_come_back_stays_where_it_is(tmp_path: Path) -> None:
+    """It is small, and what it would displace does not fit the place it leaves."""
+    spill = tmp_path / "spill"
+    bank = make_bank(1, max_host_bytes=4 * row_elements(), spill_dir=spill)
+    bank.create("small", LoraConfig(rank=1))
+    expected = write(bank, "small", torch.Generator(), pending=True)
+    bank.create("large", LoraConfig(rank=8))
+    write(bank, "large", torch.Generator(), pending=True)
+    spill.rmdir()
+    for _ in range(2):
+        with pytest.raises(ServerError, match=f"cannot write {spill}"):
+            bank.weights("small")
+        assert bank.stats()["adapters_host"] == 1
+    spill.mkdir()
+    assert equal(state(bank, "small"), expected)
+
+
+def test_a_file_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
+    bank = make_bank(1, max_host_bytes=0, spill_dir=tmp_path)
+    for name in ("a", "b", "c"):
+        bank.create(name, LoraConfig(rank=8))
+        write(bank, name, torch.Generator(), pending=False)
+    first, second = (bank[name].file for name in ("a", "b"))
+    assert first is not None
+    assert second is not None
+    first.write_bytes(b"rubbish")
+    second.unlink()
+    bank.prefetch(["b"], keep=())
+    for name in ("a", "b"):
+        with pytest.raises(ServerError, match=f"the adapter of model {name} cannot be read back from {tmp_path}"):
+            bank.weights(name)
+        assert bank.is_resident("c")
+        bank.delete(name)
+        with pytest.raises(NotFound):
+            bank.weights(name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_shape_is_refused(tmp_path: Path) -> None:
+    bank = make_bank(1, max_host_bytes=0, spill_dir=tmp_path)
+    for name, rank in (("a", 8), ("b", 3)):
+        bank.create(name, LoraConfig(rank=rank))
+        write(bank, name, torch.Generator(), pending=False)
+    bank.create("c", LoraConfig(rank=8))
+    bank.weights("c")
+    a, b = bank["a"].file, bank["b"].file
+    assert a is not None
+    assert b is not None
+    a.write_bytes(b.read_bytes())
+    with pytest.raises(ServerError, match="it holds"):
+        bank.weights("a")
+
+
+def test_deleted_while_its_file_is_read(tmp_path: Path) -> None:
+    bank = make_bank(1, max_host_bytes=0, spill_dir=tmp_path)
+    for name in ("a", "b"):
+        bank.create(name, LoraConfig(rank=8))
+        write(bank, name, torch.Generator(), pending=True)
+    bank.prefetch(["a"], keep={"b"})
+    bank.delete("a")
+    assert list(tmp_path.iterdir()) == []
+    bank.create("a", LoraConfig(rank=8, seed=3))
+    fresh = make_bank(1)
+    fresh.create("a", LoraConfig(rank=8, seed=3))
+    assert equal(state(bank, "a"), state(fresh, "a"))
+
+
+def test_files_are_read_ahead(tmp_path: Path) -> None:
+    bank = make_bank(1, max_host_bytes=0, spill_dir=tmp_path)
+    expected = {}
+    for name in ("a", "b", "c", "d", "e"):
+        bank.create(name, LoraConfig(rank=8))
+        expected[name] = write(bank, name, torch.Generator(), pending=True)
+    bank.prefetch(["a", "b", "c"], keep={"e"})
+    ahead = [name for name in "abcde" if bank[name].reading is not None]
+    assert ahead == ["a", "b"]
+    for name in ahead:
+        file, reading = bank[name].file, bank[name].reading
+        assert file is not None
+        assert reading is not None
+        reading.result(30)
+        file.unlink()  # what was read is what comes back
+        assert equal(state(bank, name), expected[name])
+
+
+def test_rows_are_moved_ahead_of_need_within_the_limit() -> None:
+    bank = make_bank_beside(2)
+    expected = {}
+    for name in ("a", "b", "c"):
+        bank.create(name, LoraConfig(rank=8))
+        expected[name] = write(bank, name, torch.Generator(), pending=True)
+    bank.prefetch(["a", "b"], keep={"c"})
+    stats = bank.stats()
+    assert (stats["loads_ahead"], stats["evictions"]) == (0, 1), "b and c are wanted or in use"
+    bank.prefetch(["a"], keep={"c"})
+    stats = bank.stats()
+    assert (stats["loads_ahead"], stats["evictions"]) == (1, 2)
+    assert [bank.is_resident(name) for name in "abc"] == [True, False, True]
+    assert stats["adapters_resident_bytes"] <= bank.max_adapter_bytes
+    for name in expected:
+        assert equal(state(bank, name), expected[name])
+    assert bank.stats()["loads"] - bank.stats()["loads_ahead"] <= 2
+
+
+def test_what_is_held_is_not_moved_ahead_of_need() -> None:
+    bank = make_bank_beside(1)
+    for name in ("a", "b"):
+        bank.create(name, LoraConfig(rank=8))
+        write(bank, name, torch.Generator(), pending=True)
+    bank.hold("b")
+    bank.prefetch(["a"], keep=())
+    assert bank.is_resident("b")
+    assert not bank.is_resident("a")
+
+
+def test_files_of_an_earlier_process_are_removed(tmp_path: Path) -> None:
+    bank = make_bank(1, max_host_bytes=0, spill_dir=tmp_path)
+    for name in ("a", "b"):
+        bank.create(name, LoraConfig(rank=8))
+        bank.weights(name)
+    assert len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "half.adapter.partial").write_bytes(b"x")
+    (tmp_path / "mine.txt").write_text("x")
+    make_bank(1, spill_dir=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["as on CPU", "as on CUDA"])
+def test_a_parked_adapter_is_published_as_it_is(cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cuda:
+        monkeypatch.setattr(bank_module, "_takes_memory_when_written", lambda device: False)
+    bank = make_bank(1, max_host_bytes=0, spill_dir=tmp_path, max_version_bytes=1 << 20)
+    bank.create("a", LoraConfig(rank=8))
+    expected = write(bank, "a", torch.Generator(), pending=True)
+    bank.create("b", LoraConfig(rank=8))
+    bank.weights("b")
+    version = Version(model_id="a", number=4)
+    bank.publish("a", version)
+    bank.weights("b")
+    row = bank.pin(version)
+    assert torch.equal(bank.work_slab(8)[row.slot], expected[0])
+    fresh = make_bank(1)
+    for name in ("c", "d", "e"):  # more than the slab has rows for
+        for one in (bank, fresh):
+            one.create(name, LoraConfig(rank=8, seed=ord(name)))
+        bank.publish(name, Version(model_id=name, number=1))
+        row = bank.pin(Version(model_id=name, number=1))
+        assert torch.equal(bank.work_slab(8)[row.slot], fresh.weights(name))
+
+
+def test_a_blank_adapter_is_zero_even_on_used_memory() -> None:
+    bank = make_bank(100)
+    bank.create("a", LoraConfig(rank=8))
+    write(bank, "a", torch.Generator(), pending=True)
+    bank.delete("a")
+    bank.create("b", LoraConfig(rank=8), blank=True)
+    assert all(row.count_nonzero() == 0 for row in state(bank, "b"))

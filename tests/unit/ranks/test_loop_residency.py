@@ -1,0 +1,249 @@
+"""More tenants than fit the device, through a real replica: what they get equals what they get with room for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from descant.ckpt.peft import ADAPTER, OPTIMIZER
+from descant.errors import NotFound, ServerError, UserError
+from descant.model.load import ModelSource, load_model
+from descant.ranks.replica import Replica
+from descant.ranks.turns import Microbatch
+from descant.ranks.worker import Worker
+from descant.testing.engine import frozen, near, request, sampled
+from descant.testing.ranks import SETTINGS
+from descant.testing.tiny import tiny_model
+from descant.testing.trainer import DATA, OTHER_DATA, Model, close, datum, error, output, result, saved
+from descant.types import DeleteModel, LoadState, LoraConfig, SnapshotRef
+
+NUM_TENANTS = 6
+LORAS = [LoraConfig(rank=rank, seed=number) for number, rank in enumerate((4, 8, 3, 8, 1, 8))]
+HOST_BYTES = {"host": 4 << 30, "disk": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+class Seen(Worker):
+    """Notes how many adapters each microbatch names and how many were held beside it."""
+
+    passes: list[int]
+    held: list[float]
+
+    def microbatch(self, turn: Microbatch) -> Any:
+        self.passes.append(len({part.request[0] for part in turn.parts}))
+        outcomes = super().microbatch(turn)
+        self.held.append(self.stats()["adapters_held"])
+        return outcomes
+
+
+@asynccontextmanager
+async def replica_of(
+    tiny: Path, spill: Path, *, num_adapters: float | None, max_host_bytes: int = 4 << 30, tokens: int = 16
+) -> AsyncIterator[tuple[Replica, Seen]]:
+    """``num_adapters``: of rank class 8, what the device has room for; None: for all."""
+    made: list[Seen] = []
+
+    def build(phase: Callable[[str], None]) -> Seen:
+        source = ModelSource(name="tiny", directory=tiny)
+        model = load_model(
+            source,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            check=False,
+            spill_dir=spill,
+            max_host_bytes=max_host_bytes,
+        )
+        settings = SETTINGS
+        if num_adapters is not None:
+            model.bank.create("probe", LoraConfig(rank=8))
+            room, _ = model.bank.bytes_in_use("probe")
+            model.bank.delete("probe")
+            settings = replace(SETTINGS, max_adapter_bytes=int(num_adapters * room))
+        worker = Seen(model, settings)
+        worker.passes, worker.held = [], []
+        made.append(worker)
+        return worker
+
+    replica = await Replica.in_process(build, replace(SETTINGS, microbatch_tokens=tokens))
+    try:
+        yield replica, made[0]
+    finally:
+        await replica.close()
+
+
+async def tenants_of(replica: Replica) -> list[Model]:
+    models = [Model(replica, f"m{number}") for number in range(NUM_TENANTS)]
+    await asyncio.gather(*(result(model.create(lora)) for model, lora in zip(models, LORAS)))
+    return models
+
+
+async def weights_of(replica: Replica, models: list[Model], directory: Path) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for model in models:
+        place = directory.with_name(f"{directory.name}-{model.model_id}")
+        await saved(replica, cast(SnapshotRef, await result(model.snapshot())), place)
+        found.append({**load_file(place / ADAPTER), **load_file(place / OPTIMIZER)})
+    return found
+
+
+async def one_after_the_other(models: list[Model]) -> list[float]:
+    """Everybody's gradient is pending while everybody else works; some have two parts of it."""
+    losses = []
+    for turn in range(3):
+        for number, model in enumerate(models):
+            losses.append((await output(model.backward())).metrics["loss:sum"])
+            if number % 2:
+                await result(model.backward(OTHER_DATA))
+        for model in reversed(models) if turn % 2 else models:
+            await result(model.step())
+    return losses
+
+
+@pytest.mark.parametrize("tier", HOST_BYTES)
+async def test_equals_the_undisturbed_run_bit_for_bit(tier: str, tiny: Path, tmp_path: Path) -> None:
+    losses, weights = [], []
+    for name, room in (("all", None), ("two", 2.0)):
+        async with replica_of(
+            tiny, tmp_path / name, num_adapters=room, max_host_bytes=HOST_BYTES[tier] if room else 4 << 30
+        ) as (replica, worker):
+            models = await tenants_of(replica)
+            losses.append(await one_after_the_other(models))
+            weights.append(await weights_of(replica, models, tmp_path / f"{name}-weights"))
+            stats = worker.stats()
+            assert (stats["evictions"] > 20) == (room is not None)
+            if room is not None:
+                assert stats["adapters_resident"] <= 3
+                assert stats["adapters_disk"] == (4 if tier == "disk" else 0)
+                assert stats["load_wait_ms"] > 0
+    assert losses[0] == losses[1]
+    for undisturbed, disturbed in zip(*weights):
+        assert undisturbed.keys() == disturbed.keys()
+        assert all(torch.equal(undisturbed[name], disturbed[name]) for name in undisturbed)
+
+
+@pytest.mark.parametrize("tier", HOST_BYTES)
+async def test_all_at_once_with_requests_of_many_passes(tier: str, tiny: Path, tmp_path: Path) -> None:
+    """Nobody waits for an answer: requests span several passes, and no more are open than fit."""
+    data = (*DATA, *OTHER_DATA, datum(list(range(1, 11))), *DATA)
+    losses = []
+    for name, room in (("all", None), ("two", 2.0)):
+        async with replica_of(
+            tiny, tmp_path / name, num_adapters=room, max_host_bytes=HOST_BYTES[tier] if room else 4 << 30
+        ) as (replica, worker):
+            models = await tenants_of(replica)
+            futures = []
+            for _ in range(3):
+                for model in models:
+                    futures += [model.backward(data), model.step()]
+            await asyncio.gather(*map(result, futures))
+            losses.append([await model.loss() for model in models])
+            if room is not None:
+                assert max(worker.passes) == 2
+                assert max(worker.held) <= 2
+                assert worker.stats()["adapters_held"] == 0
+            else:
+                assert max(worker.passes) > 2
+    assert all(map(close, *losses)), losses
+
+
+async def test_one_adapter_larger_than_the_limit_still_trains(tiny: Path, tmp_path: Path) -> None:
+    async with replica_of(tiny, tmp_path, num_adapters=0.5) as (replica, worker):
+        models = await tenants_of(replica)
+        before = [await model.loss() for model in models]
+        await asyncio.gather(*(model.train(2) for model in models))
+        after = [await model.loss() for model in models]
+        assert all(a < b for a, b in zip(after, before))
+        assert set(worker.passes) == {1}
+
+
+@pytest.mark.parametrize("tier", HOST_BYTES)
+async def test_snapshot_publish_load_and_delete_of_a_parked_adapter(tier: str, tiny: Path, tmp_path: Path) -> None:
+    async with replica_of(tiny, tmp_path / "spill", num_adapters=1, max_host_bytes=HOST_BYTES[tier]) as (
+        replica,
+        worker,
+    ):
+        bank = worker._model.bank
+        model, other = Model(replica, "model"), Model(replica, "other")
+        await asyncio.gather(result(model.create(LORAS[0])), result(other.create(LORAS[1])))
+
+        async def park() -> None:
+            await other.train(1)
+            assert not bank.is_resident("model")
+
+        await model.train(2)
+        loss = await model.loss()
+        here = await frozen(model, for_disk=False)
+        await park()
+        parked = await frozen(model, for_disk=False)
+        scores = []
+        for ref in (here, parked):
+            await replica.publish(ref)
+            scores.append((await sampled(replica, request(ref.version, prompt_logprobs=True))).prompt_logprobs)
+        assert near(*scores)
+        await park()
+        source = await saved(replica, cast(SnapshotRef, await result(model.snapshot())), tmp_path / "a")
+        await model.train(2)
+        await park()
+        await result(model.send(LoadState, source=source))
+        assert await model.loss() == loss
+        await park()
+        again = Model(replica, "again")
+        await result(again.create(source=source))
+        assert await again.loss() == loss
+        await model.backward()
+        await park()
+        await result(model.send(DeleteModel))
+        await error(model.forward(), NotFound)
+        assert worker.stats()["adapters_held"] == 0
+        assert len(list((tmp_path / "spill").glob("*.adapter.*"))) == (1 if tier == "disk" else 0)
+
+
+async def test_a_full_disk_fails_who_needs_it_and_loses_no_gradient_silently(tiny: Path, tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    async with replica_of(tiny, spill, num_adapters=1, max_host_bytes=0) as (replica, worker):
+        one, other = Model(replica, "one"), Model(replica, "other")
+        await asyncio.gather(result(one.create(LORAS[0])), result(other.create(LORAS[1])))
+        await one.train(1)
+        await result(one.backward())
+        spill.rmdir()
+        spill.write_text("not a directory")
+        for future in (other.forward(), other.backward(), other.step()):
+            assert str(spill) in str(await error(future, ServerError))
+        assert str(spill) in str(await error(other.snapshot(), ServerError))
+        await result(one.backward())
+        await result(one.step())
+        spill.unlink()
+        spill.mkdir()
+        assert "seq_id 2 failed" in str(await error(other.step(), UserError)), "a part of its gradient is missing"
+        before = await other.loss()
+        await other.train(2)
+        assert await other.loss() < before
+        assert worker.stats()["adapters_held"] == 0
+
+
+async def test_a_broken_pass_lets_go_of_its_adapters(tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    async with replica_of(tiny, tmp_path, num_adapters=2) as (replica, worker):
+        models = await tenants_of(replica)
+
+        def broken(parts: object) -> None:
+            raise RuntimeError("secret detail")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(worker._learner, "run", broken)
+            await asyncio.gather(*(error(model.backward(), ServerError) for model in models))
+        assert worker.stats()["adapters_held"] == 0
+        steps: list[Awaitable[object]] = [error(model.step()) for model in models]
+        await asyncio.gather(*steps)
+        await asyncio.gather(*(model.train(1) for model in models))
