@@ -11,9 +11,9 @@ What holds it together: a row's maximum is exact in any order; a block's product
 order of the sequence; and a block that a row does not see adds exactly 0 to it, so it does not matter that a batch
 neighbour made it part of the product. The backward pass owes nobody equal bits and uses PyTorch's own kernel.
 
-On CUDA, training and scoring in half precision go through PyTorch's packed flash kernels; the pages always through the
-blocks. In a compiled layer attention is an operator that knows its pass by a number (``Handles``): whatever else the
-graph saw of the pass would make another graph for the next.
+On CUDA, training and scoring in half precision go through PyTorch's packed flash kernels; the pages always through
+``paged_attention``, which never reads a page's tail. In a compiled layer attention is an operator that knows its pass
+by a number (``Handles``): whatever else the graph saw of the pass would make another graph for the next.
 
 Legend: T tokens of the pass, S sequences of a tile, R query rows of a tile, N keys of a tile (a multiple of
 ``PAGE_TOKENS``), H query heads, K key heads, G = H / K, D head size.
@@ -33,6 +33,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
+from descant.model.decode import DecodePass
 from descant.model.passes import PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
 
 NAME = "descant"
@@ -73,7 +74,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: Pass,
+    plan: Pass | DecodePass,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -92,6 +93,8 @@ def attention(
         raise UserError("attention that is not causal is not supported")
     if dropout:
         raise UserError("attention dropout is not supported: the model must be in eval mode")
+    if isinstance(plan, DecodePass):
+        return _decode(module, query, key, value, plan, scaling, sliding_window, softcap), None
     rule = _Rule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )
@@ -322,8 +325,11 @@ def _over_pages(
     kv, num_tokens = plan.kv, plan.num_tokens
     assert kv is not None
     own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
-    _write_pages(plan, layer, own[1], own[2])
-    out_THD, _ = _blocked(plan, rule, *own, pages=(kv.pool.keys[layer], kv.pool.values[layer]))
+    if query_THD.is_cuda:
+        out_THD = _paged(plan, rule, layer, *own)
+    else:
+        _write_pages(plan, layer, own[1], own[2])
+        out_THD, _ = _blocked(plan, rule, *own, pages=(kv.pool.keys[layer], kv.pool.values[layer]))
     num_padding = len(query_THD) - num_tokens
     return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
@@ -778,3 +784,64 @@ def _varlen_backward(
             for x, part in ((key, dk), (value, dv))
         )
     return dq, dk, dv
+
+
+def _paged(
+    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+) -> torch.Tensor:
+    from descant.model.paged_attention import paged_attention, prefill_tiles
+
+    kv = plan.kv
+    assert kv is not None
+    cache_key = f"paged/{query_THD.shape[1]}/{key_TKD.shape[1]}"
+    if cache_key not in plan.cache:
+        tiles, tile_tokens = prefill_tiles(plan.seq_lens, kv.context_lens, query_THD.shape[1] // key_TKD.shape[1])
+        device = query_THD.device
+        plan.cache[cache_key] = (to_device(tiles, device), tile_tokens, kv.page_table.to(device, torch.int32))
+    tiles, tile_tokens, table = cast("tuple[torch.Tensor, int, torch.Tensor]", plan.cache[cache_key])
+    return paged_attention(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        kv.pool.keys[layer],
+        kv.pool.values[layer],
+        table,
+        tiles,
+        tile_tokens=tile_tokens,
+        splits=1,
+        scaling=rule.scaling,
+        window=rule.window,
+        softcap=rule.softcap,
+    )
+
+
+def _decode(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: DecodePass,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One token a sequence; also traced by the compiler, so nothing here may read what differs between layers but the
+    tensors bound to ``module``."""
+    from descant.model.paged_attention import paged_attention
+
+    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    out_THD = paged_attention(
+        query_THD,
+        key_TKD,
+        value_TKD,
+        cast(torch.Tensor, module.decode_keys),
+        cast(torch.Tensor, module.decode_values),
+        plan.table_NW,
+        plan.tiles_N4,
+        tile_tokens=1,
+        splits=plan.splits,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window,
+        softcap=softcap,
+    )
+    return out_THD.unsqueeze(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from descant.model import decode, packed
 from descant.model.bank import AdapterBank
 from descant.model.head import Head
-from descant.model.lora import LoraChannel, LoraPass
+from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear
 from descant.model.passes import PAGE_TOKENS, KVPool, Pass
 from descant.types import ModelFacts
 
@@ -88,7 +89,7 @@ class BaseModel:
         compiled = self.compiled and pass_.kv is None and lora is not None
         self.channel.current = lora
         try:
-            with nullcontext() if compiled or not self._has_graphs else torch.compiler.set_stance("force_eager"):
+            with nullcontext() if compiled else self.eager():
                 hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
         finally:
             self.channel.current = self.channel.given = None
@@ -96,6 +97,14 @@ class BaseModel:
             held: torch.Tensor = _Hold.apply(hidden_TD, pass_, lora)
             return held
         return hidden_TD
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder layers; none where the network does not keep them in one list."""
+        for module in self.network.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == len(self.kv_shapes):
+                return list(module)
+        return ()
 
     def speed_up(self, layers: Sequence[nn.Module]) -> None:
         """Compiles the head's elementwise work and each of ``layers``, and makes the graphs of a pass with and without
@@ -126,6 +135,36 @@ class BaseModel:
         head = self.head.logprobs(hidden_TD, tokens_T[:, None], None, loss=lambda _, logprobs_CK: -logprobs_CK)
         if hidden_TD.requires_grad:
             hidden_TD.backward(head.dhidden_TD)
+
+    def decode_trunk(
+        self,
+        tokens_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        pass_: decode.DecodePass,
+        adapters: decode.DecodeAdapters,
+    ) -> torch.Tensor:
+        """Hidden states [N, D] of one new token a sequence; N at least 8. Reads nothing back from the device. Within
+        ``eager``, or with the layers' calls replaced by others: their graphs are for passes without pages."""
+        self.channel.current = adapters
+        try:
+            return forward(self._decoder, tokens_N, positions_N, pass_)
+        finally:
+            self.channel.current = self.channel.given = None
+
+    def eager(self) -> AbstractContextManager[object]:
+        """While it lasts, layers that have graphs run without them."""
+        return torch.compiler.set_stance("force_eager") if self._has_graphs else nullcontext()
+
+    def pack_weights(self) -> None:
+        """For faster decode steps on CPU, at the cost of a second copy of the linear layers (see ``packed``). Joined
+        layers, which are there to be compiled, stay as they are."""
+        linears = [m for m in self.network.modules() if isinstance(m, MultiLoraLinear) and len(m.sites) == 1]
+        num_bytes = sum(linear.weight.nbytes for linear in linears) + self.head.weight_VD.nbytes
+        if num_bytes > packed.MAX_BYTES or self.head.packed is not None:
+            return
+        for linear in linears:
+            linear.packed = packed.pack(linear.weight_OI, linear.bias)
+        self.head.packed = packed.pack(self.head.weight_VD, self.head.bias_V)
 
     def make_kv_pool(self, num_pages: int) -> KVPool:
         """Zeroed pages for every layer."""
@@ -163,7 +202,9 @@ def _ask_for_gradient(embedding: nn.Module, inputs: object, output: torch.Tensor
         output.requires_grad_()
 
 
-def forward(decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass) -> torch.Tensor:
+def forward(
+    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.DecodePass
+) -> torch.Tensor:
     """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
     num_tokens = len(tokens_T)
     if num_tokens < MIN_ROWS:

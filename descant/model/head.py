@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from descant.model import packed
 from descant.model.lora import (
     LoraPass,
     lora_backward,
@@ -72,6 +73,7 @@ class Head:
         self.vocab_size = len(weight)
         self.compiled = False
         """One target a position: the chunk's elementwise work is fused, and no float32 logits are written."""
+        self.packed: torch.Tensor | None = None
 
     def logits(self, hidden_ND: torch.Tensor, lora: LoraPass | None, *, start: int = 0) -> torch.Tensor:
         """float32 [N, V] of the stream's tokens ``start:start+N`` (``start`` finds their adapters)."""
@@ -187,12 +189,16 @@ class Head:
         self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits_NV, saved = self._raw_logits(hidden_ND, lora, start)
+        return self.scaled(logits_NV), saved
+
+    def scaled(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """What comes after the product: float32, the scaling, the soft cap."""
         logits_NV = logits_NV.float()
         if self.logit_scale != 1.0:
             logits_NV.mul_(self.logit_scale)
         if self.softcap is not None:
             logits_NV.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits_NV, saved
+        return logits_NV
 
     def _raw_logits(
         self, hidden_ND: torch.Tensor, lora: LoraPass | None, start: int
@@ -200,11 +206,13 @@ class Head:
         """In the base's dtype, before scaling and soft cap."""
         if lora is not None and self.site_index is not None and len(hidden_ND) >= MIN_ROWS:
             site, width = [self.site_index], [self.vocab_size]
-            return lora_linear(hidden_ND, self.weight_VD, self.bias_V, site, width, lora, start=start)
+            return lora_linear(
+                hidden_ND, self.weight_VD, self.bias_V, site, width, lora, start=start, packed_weight=self.packed
+            )
         num_rows: int = len(hidden_ND)
         saved: list[torch.Tensor] = []
         padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
-        logits_NV = F.linear(padded_ND, self.weight_VD, self.bias_V)[:num_rows]
+        logits_NV = packed.product(padded_ND, self.weight_VD, self.bias_V, self.packed)[:num_rows]
         if lora is not None and self.site_index is not None:
             saved = lora_forward(hidden_ND, [logits_NV], [self.site_index], lora, start=start)
         return logits_NV, saved

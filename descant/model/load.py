@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,15 +210,8 @@ def load_model(
         compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
     if compile or device.type == "cuda":
         _join_linears(network)
-        model.speed_up(_layers(model) if compile else ())
+        model.speed_up(model.layers if compile else ())
     return model
-
-
-def _layers(model: BaseModel) -> Sequence[nn.Module]:
-    for module in model.network.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == len(model.kv_shapes):
-            return list(module)
-    return ()
 
 
 def _read(source: ModelSource) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:

@@ -23,8 +23,9 @@ class RankSettings:
     """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most."""
     steps_per_microbatch: float = 4.0
     """Decode steps between two microbatches while both wait. At least 1, or tokens wait for several microbatches."""
-    kv_bytes: int = 1 << 30
-    """Memory for the keys and values of sequences being sampled."""
+    kv_bytes: int | None = None
+    """Memory for the keys and values of sequences being sampled. None: on a CUDA device 2/5 of what the model
+    and ``max_adapter_bytes`` leave of it (training's activations need the rest), 1 GiB elsewhere."""
     max_running: int = 64
     """Sequences decoding at once."""
     max_waiting: int = 2048

@@ -79,14 +79,14 @@ class Worker:
         self._model = model
         self._settings = settings
         self._learner = Learner(model, computed_as=losses.computed_as() if losses is not None else {})
+        if settings.max_adapter_bytes is not None:
+            model.bank.max_adapter_bytes = settings.max_adapter_bytes
         self._num_pages = num_pages(model, settings)
         self._sampler = Sampler(model, num_pages=self._num_pages)
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()
         """Open requests: their adapters' rows stay where they are."""
-        if settings.max_adapter_bytes is not None:
-            model.bank.max_adapter_bytes = settings.max_adapter_bytes
 
     def make_scheduler(self) -> Scheduler:
         settings, facts = self._settings, self.facts
@@ -286,6 +286,15 @@ def own_directory(parent: Path, name: str) -> Path:
 
 def num_pages(model: BaseModel, settings: RankSettings) -> int:
     """Pages that ``kv_bytes`` pays for, no more than all running sequences could fill."""
-    paid = settings.kv_bytes // (model.kv_bytes_per_token() * PAGE_TOKENS)
+    paid = kv_bytes(settings, model) // (model.kv_bytes_per_token() * PAGE_TOKENS)
     longest = -(-model.facts.max_context_length // PAGE_TOKENS)
     return max(2, min(paid, longest * settings.max_running))
+
+
+def kv_bytes(settings: RankSettings, model: BaseModel) -> int:
+    if settings.kv_bytes is not None:
+        return settings.kv_bytes
+    if model.device.type != "cuda":
+        return 1 << 30
+    free, _ = torch.cuda.mem_get_info(model.device)
+    return max(0, free - model.bank.max_adapter_bytes) * 2 // 5

@@ -1,4 +1,4 @@
-"""Randomness as a pure function: which request, which sample, which draw. Pure Python integers.
+"""Randomness as a pure function: which request, which sample, which draw. No torch.
 
 A counter-based generator instead of a stateful one: a draw needs no history, so that the same request gives the same
 tokens whatever else is in the batch, after a preemption, and on every rank. The mixer is splitmix64's finaliser
@@ -6,6 +6,8 @@ tokens whatever else is in the batch, after a preemption, and on every rank. The
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -27,3 +29,14 @@ def uniform(seed: int, draw: int) -> float:
     """Draw number ``draw`` of a stream: a multiple of 2^-52 in [0, 1). At most 1 - 2^-52, so that ``u * total`` in
     float64 stays below ``total``."""
     return (_mix(_mix(seed) + _GOLDEN * (draw + 1)) >> 12) * 2.0**-52
+
+
+def uniforms(seeds: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """``uniform`` of many: uint64 [N], uint64 [N] → float64 [N], the same numbers."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    return (mix(mix(seeds) + np.uint64(_GOLDEN) * (draws + np.uint64(1))) >> np.uint64(12)) * 2.0**-52

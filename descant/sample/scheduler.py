@@ -47,8 +47,8 @@ class SequenceStep:
     """One sequence's part of a step.
 
     ``tokens``: its next input tokens (a prompt's chunk, or the token sampled last), whose first has position
-    ``context``; ``pages``: its page ids, enough for ``context + len(tokens)``. ``sample``: draw the next token from the
-    last position's logits.
+    ``context``; ``pages``: its page ids, at least enough for ``context + len(tokens)``. ``sample``: draw the next token
+    from the last position's logits.
     """
 
     sequence: int
@@ -95,7 +95,8 @@ class SequenceOutput:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
-    """One sample of a request. ``computed``: tokens whose keys lie in its pages."""
+    """One sample of a request. ``computed``: tokens whose keys lie in its pages; ``page_tuple``: the pages it had in
+    its last step (pages only ever come behind them while it runs)."""
 
     id: int
     request: _Request
@@ -106,6 +107,7 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     told: int = 0
     pages: list[int] = field(default_factory=list)
+    page_tuple: tuple[int, ...] = ()
     computed: int = 0
     running: bool = False
 
@@ -285,8 +287,17 @@ class Scheduler:
             raise RuntimeError("plan() was called before the last plan's apply() or fail()")
         preemptions = self._preemptions
         for sequence in list(self._running):
-            if sequence.running:  # an older one may have preempted it just now
+            if not sequence.running:  # an older one has preempted it just now
+                continue
+            room = len(sequence.pages) * PAGE_TOKENS
+            if room < sequence.length:
                 self._grow(sequence)
+            elif (
+                room == sequence.length
+                and len(sequence.drawn) + 1 < sequence.request.max_tokens
+                and self._pages.num_free > len(self._running)
+            ):  # one token of room beforehand, while pages abound, lets the sampler compute ahead
+                sequence.pages += self._pages.take(1)
 
         steps = [self._step(sequence, 1) for sequence in self._running if sequence.remaining == 1]
         budget = self._limits.step_tokens
@@ -305,22 +316,26 @@ class Scheduler:
 
     def _step(self, sequence: _Sequence, count: int) -> SequenceStep:
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
-        params = request.request.sampling_params
+        params, drawn, length = request.request.sampling_params, sequence.drawn, sequence.length
         scoring = request.scorer is sequence and not request.scored
-        if count > 1 or not sequence.drawn:
+        if count > 1 or not drawn:
             self._prefilled_tokens += count
+        # Nearly all steps are a single drawn token's, and nearly always its pages are those of the step before.
+        tokens = (drawn[-1],) if drawn and end == length and count == 1 else sequence.tokens(start, end)
+        if len(sequence.page_tuple) != len(sequence.pages):
+            sequence.page_tuple = tuple(sequence.pages)
         return SequenceStep(
             sequence=sequence.id,
             version=request.request.version,
-            tokens=sequence.tokens(start, end),
+            tokens=tokens,
             context=start,
-            pages=tuple(sequence.pages[: pages_for(end)]),
-            sample=end == sequence.length,
+            pages=sequence.page_tuple,
+            sample=end == length,
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
             seed=sequence.seed,
-            draw=len(sequence.drawn),
+            draw=len(drawn),
             score_targets=request.prompt[start + 1 : end + 1] if scoring else None,
             topk=request.request.topk_prompt_logprobs if scoring else 0,
         )
@@ -467,7 +482,7 @@ class Scheduler:
         request = sequence.request
         self._running.remove(sequence)
         self._pages.drop(sequence.pages)
-        sequence.pages, sequence.computed, sequence.running = [], 0, False
+        sequence.pages, sequence.page_tuple, sequence.computed, sequence.running = [], (), 0, False
         if request.leader is sequence:
             request.leader = None
         if request.scorer is sequence and not request.scored:

@@ -11,9 +11,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from descant.errors import ServerError
+from descant.model import decode
 from descant.model.bank import AdapterBank, LoraSite
 from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped
-from descant.model.passes import Pass, Segment
+from descant.model.passes import KVPool, Pass, Segment
 from descant.types import LoraConfig
 
 torch.set_num_threads(1)
@@ -493,3 +494,61 @@ def test_joined_layers_on_other_inputs_compute_for_themselves() -> None:
     MultiLoraLinear.join(layers)
     layers[0](x)
     assert_close(layers[1](other).detach(), want, 1e-6)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_decode_step_without_adapters_is_the_base(joined: bool) -> None:
+    """With adapters it takes a device's kernels; what is joined and handed on is the same."""
+    bank, channel = AdapterBank(JOINT_SITES, device=torch.device("cpu"), dtype=torch.float32), LoraChannel()
+    layers = [
+        MultiLoraLinear(nn.Linear(IN, site.out_features).requires_grad_(False), index, site, channel)
+        for index, site in enumerate(JOINT_SITES)
+    ]
+    network, x = nn.ModuleList(layers), torch.randn(1, TOKENS, IN)
+    want = [layer.base(x) for layer in layers]
+    if joined:
+        MultiLoraLinear.join(layers)
+    offsets = {
+        layer.sites: decode.site_offsets(bank, [8, 16], layer.sites, torch.device("cpu"))
+        for layer in decode.linears(network)
+    }
+    assert list(offsets) == ([(0, 1, 2)] if joined else [(0,), (1,), (2,)])
+    decode.bind(network, KVPool(keys=(), values=()), offsets)
+    for layer in layers:
+        where = [[(bank.layout(c).a_offset[s], bank.layout(c).b_offset[s]) for s in layer.sites] for c in (8, 16)]
+        assert layer.decode_offsets is not None
+        assert layer.decode_offsets.tolist() == [[list(pair) for pair in pairs] for pairs in where]
+    channel.current = decode.DecodeAdapters(classes=())
+    with torch.no_grad():
+        got = [layer(x) for layer in layers]
+    assert channel.given is None
+    for y, expected in zip(got, want, strict=True):
+        assert_close(y, expected, 1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+@pytest.mark.parametrize("gap", [1, 2])
+def test_batched_decode_rows_have_the_loops_bits(length: int, gap: int) -> None:
+    """Slots next to one another, and with gaps; a step of even segments of one scale is batched, and only that."""
+    bank, (layers, channel) = make_bank(torch.bfloat16), make_layers(torch.bfloat16)
+    names = [f"even{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        bank.create(name, LoraConfig(rank=16, seed=number))
+        bank.weights(name).normal_(std=0.1)
+        bank.refresh_work(name)
+    segments = tuple(
+        segment(bank, name, i * length, (i + 1) * length, gradient=None) for i, name in enumerate(names[::gap])
+    )
+    pass_ = Pass(seq_lens=(len(segments) * length,), segments=segments)
+    x = torch.randn(pass_.num_tokens, IN, dtype=torch.bfloat16)
+    [batched] = LoraPass.of(pass_, bank).runs(0, pass_.num_tokens)  # type: ignore[union-attr]
+    assert batched.is_even
+    with torch.no_grad():
+        auto, loop = (
+            run(layers, channel, LoraPass.of(pass_, bank, products=products), x)  # type: ignore[arg-type]
+            for products in ("auto", "loop")
+        )
+    assert torch.equal(auto, loop)
+    mixed = LoraPass.of(mixed_pass(bank), bank)
+    assert mixed is not None
+    assert not any(part.is_even for part in mixed.runs(0, TOKENS))

@@ -1,0 +1,257 @@
+"""Sampling speed on models of real shapes: tokens per second, the fraction of the decode floor, adapters mixed, and
+``transformers.generate`` on the same batch.
+
+    python bench/sample.py --shape qwen3-0.6b [--prompts 256] [--prompt-tokens 128] [--tokens 256] [--adapters 8 64]
+                           [--generate] [--json FILE]
+
+A decode step cannot be faster than reading what it needs once: the weights, the keys and values of every sequence's
+context, the distinct adapters; over the bandwidth of a large copy, measured in the same process:
+``floor = max((W + Σ context · kv + Σ adapter) / B, 2 · P · batch / F)``.
+``decode fraction`` is over the steps in which all sequences decode; ``run fraction`` over the whole run, its prefill
+included (whose own floor is ``2 · P · T / F``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from descant.model.base import BaseModel
+from descant.model.load import ModelSource, load_model
+from descant.sample.pages import pages_for
+from descant.sample.scheduler import SampleLimits, Scheduler
+from descant.sample.step import Sampler
+from descant.testing.shapes import SHAPES, shaped_model
+from descant.types import EncodedText, LoraConfig, SampleRequest, SamplingParams, Version
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def median_seconds(work, device: torch.device, rounds: int = 7) -> float:  # type: ignore[no-untyped-def]
+    seconds = []
+    for _ in range(rounds + 2):
+        wait(device)
+        start = time.perf_counter()
+        work()
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes/s read plus written by a large copy."""
+    source = torch.randn((1 << 30) if device.type == "cuda" else (1 << 26), device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), device)
+
+
+class Facts:
+    """What the floor is made of."""
+
+    def __init__(self, model: BaseModel, rate: float, bandwidth: float, rank: int):
+        item = model.dtype.itemsize
+        self.linear = sum(site.in_features * site.out_features for site in model.bank.sites)
+        self.weight_bytes = self.linear * item
+        self.kv_bytes = model.kv_bytes_per_token()
+        self.adapter_bytes = item * sum(rank * (site.in_features + site.out_features) for site in model.bank.sites)
+        self.rate, self.bandwidth = rate, bandwidth
+
+    def step(self, batch: int, context: float, adapters: int) -> float:
+        read = self.weight_bytes + batch * context * self.kv_bytes + adapters * self.adapter_bytes
+        return max(read / self.bandwidth, 2 * self.linear * batch / self.rate)
+
+    def prefill(self, tokens: int) -> float:
+        return 2 * self.linear * tokens / self.rate
+
+
+def run(
+    model: BaseModel,
+    sampler: Sampler,
+    options: argparse.Namespace,
+    versions: list[Version],
+    num_pages: int,
+    temperature: float,
+) -> dict[str, float]:
+    scheduler = Scheduler(
+        SampleLimits(
+            max_running=options.prompts,
+            num_pages=num_pages,
+            step_tokens=options.step_tokens,
+            max_waiting=10 * options.prompts,
+            max_context_length=model.facts.max_context_length,
+            vocab_size=model.facts.vocab_size,
+            eos_token_ids=(),
+        ),
+        decode_text=lambda tokens: "",
+        fresh_seed=lambda: 0,
+    )
+    random = np.random.default_rng(0)
+    for number in range(options.prompts):
+        version = versions[number % len(versions)] if versions else None
+        sampler.acquire(version)
+        prompt = random.integers(0, model.facts.vocab_size, options.prompt_tokens).astype(np.int32)
+        scheduler.add(
+            SampleRequest(
+                request_id=f"r{number}",
+                version=version,
+                prompt=(EncodedText(tokens=prompt),),
+                num_samples=1,
+                sampling_params=SamplingParams(
+                    max_tokens=options.tokens, seed=number, temperature=temperature, stop=()
+                ),
+            )
+        )
+    decode: list[tuple[float, float, float]] = []
+    wait(model.device)
+    began = time.perf_counter()
+    prefill = 0.0
+    while True:
+        start = time.perf_counter()
+        plan = scheduler.plan()
+        if plan is None:
+            break
+        planned = time.perf_counter()
+        outputs = sampler.step(plan)
+        stepped = time.perf_counter()
+        scheduler.apply(plan, outputs)
+        end = time.perf_counter()
+        if any(output.error for output in outputs):
+            raise RuntimeError(next(output.error for output in outputs if output.error))
+        if plan.num_tokens == len(plan.sequences) == options.prompts:
+            decode.append((end - start, planned - start, end - stepped))
+        elif max(len(s.tokens) for s in plan.sequences) > 1:
+            prefill += end - start
+    seconds = time.perf_counter() - began
+    for number in range(options.prompts):
+        sampler.release(versions[number % len(versions)] if versions else None)
+    steps = decode[2:] or decode or [(seconds, 0.0, 0.0)]
+    return {
+        "seconds": seconds,
+        "tokens_per_s": options.prompts * options.tokens / seconds,
+        "prefill_s": prefill,
+        "step_ms": 1e3 * statistics.median(d[0] for d in steps),
+        "plan_ms": 1e3 * statistics.median(d[1] for d in steps),
+        "apply_ms": 1e3 * statistics.median(d[2] for d in steps),
+    }
+
+
+def generate(shape: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """transformers' own generate, greedy, sdpa, its dynamic cache."""
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = shaped_model(shape, Path(directory), device=device)
+        network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").to(
+            device
+        )
+    network.eval()
+    ids = torch.randint(0, SHAPES[shape]["vocab_size"], (options.prompts, options.prompt_tokens), device=device)
+    arguments = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    network.generate(ids, max_new_tokens=4, min_new_tokens=4, **arguments)
+    wait(device)
+    start = time.perf_counter()
+    network.generate(ids, max_new_tokens=options.tokens, min_new_tokens=options.tokens, **arguments)
+    wait(device)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "tokens_per_s": options.prompts * options.tokens / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, nargs="*", default=[8, 64])
+    parser.add_argument("--generate", action="store_true")
+    parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[dict[str, object]] = []
+    card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    if options.generate:
+        rows.append({"what": "transformers.generate", **generate(options.shape, options, device)})
+        print(rows[-1], flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        source = ModelSource(name=options.shape, directory=shaped_model(options.shape, Path(directory), device=device))
+        model = load_model(source, device=device, max_version_bytes=32 << 30)
+    facts = Facts(model, matrix_rate(device, model.dtype), bandwidth(device), options.rank)
+    print(
+        f"{card}, torch {torch.__version__}, {model.dtype}: {facts.rate / 1e12:.1f} TFLOP/s, "
+        f"{facts.bandwidth / 1e9:.0f} GB/s",
+        flush=True,
+    )
+    num_pages = options.prompts * pages_for(options.prompt_tokens + options.tokens)
+    sampler = Sampler(model, num_pages=num_pages)
+    temperature = 0.0 if options.greedy else 1.0
+    base = 0.0
+    for count in (0, *options.adapters):
+        versions = []
+        for number in range(count):
+            name = f"n{count}-{number}"
+            model.bank.create(name, LoraConfig(rank=options.rank, seed=number))
+            model.bank.weights(name).normal_(std=0.01)
+            model.bank.refresh_work(name)
+            versions.append(Version(model_id=name, number=1))
+            model.bank.publish(name, versions[-1])
+            model.bank.delete(name)
+        start = time.perf_counter()
+        short = argparse.Namespace(**{**vars(options), "tokens": 12})
+        run(model, sampler, short, versions, num_pages, temperature)  # compiles and captures
+        warm_up = time.perf_counter() - start
+        found = run(model, sampler, options, versions, num_pages, temperature)
+        floor = facts.step(options.prompts, options.prompt_tokens + options.tokens / 2, count)
+        whole = options.tokens * floor + facts.prefill(options.prompts * options.prompt_tokens)
+        base = base or found["tokens_per_s"]
+        row = {
+            "what": f"{count} adapters",
+            **found,
+            "floor_ms": 1e3 * floor,
+            "decode_fraction": 1e3 * floor / found["step_ms"],
+            "run_fraction": whole / found["seconds"],
+            "to_base_only": found["tokens_per_s"] / base,
+            "warm_up_s": warm_up,
+        }
+        if options.generate:
+            row["to_generate"] = found["tokens_per_s"] / float(rows[0]["tokens_per_s"])  # type: ignore[arg-type]
+        rows.append(row)
+        print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in row.items()}, flush=True)
+        if options.profile and count in (0, 8):
+            from torch.profiler import ProfilerActivity, profile
+
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                short = argparse.Namespace(**{**vars(options), "tokens": 12})
+                run(model, sampler, short, versions, num_pages, temperature)
+            table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=70)
+            options.profile.with_suffix(f".{count}.txt").write_text(table)
+            lines = [line for line in table.splitlines() if "us" in line or "ms" in line]
+            print("\n".join(line[:72] + line[-75:] for line in lines[:24]), flush=True)
+        for version in versions:
+            model.bank.release(version)
+    if options.json:
+        options.json.write_text(json.dumps({"card": card, "torch": torch.__version__, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

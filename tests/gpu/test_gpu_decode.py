@@ -1,0 +1,231 @@
+"""On a CUDA device: decode steps as graphs give what the model alone gives, whoever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from descant.model.base import BaseModel
+from descant.model.load import ModelSource, load_model
+from descant.sample.scheduler import SampleLimits, Scheduler
+from descant.sample.step import Sampler
+from descant.testing.paged_sampler import Finished, run
+from descant.testing.studio import Studio
+from descant.testing.tiny import MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
+from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, Version
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+RANKS = {"a": 4, "b": 8, "c": 16, "d": 64, "e": 1, "f": 256}
+ARCHITECTURES = ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., BaseModel]:
+    def make(arch: str, dtype: torch.dtype = torch.float32, *, compile: bool | None = None) -> BaseModel:
+        source = ModelSource(name=arch, directory=tiny_model(arch, tmp_path / arch))
+        return load_model(source, device=torch.device("cuda"), dtype=dtype, compile=compile)
+
+    return make
+
+
+def publish(model: BaseModel, ranks: dict[str, int] = RANKS) -> tuple[Studio, dict[str, Version]]:
+    studio = Studio(model)
+    versions = {}
+    for number, (name, rank) in enumerate(ranks.items()):
+        studio.create(name, rank, seed=number)
+        versions[name] = Version(model_id=name, number=1)
+        model.bank.publish(name, versions[name])
+    return studio, versions
+
+
+def prompt(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(3, VOCAB_SIZE, 9 + 17 * (number % 7)).astype(np.int32)
+
+
+def sample(
+    model: BaseModel,
+    who: dict[str, tuple[Version | None, np.ndarray]],
+    *,
+    sampler: Sampler | None = None,
+    num_pages: int = 64,
+    max_tokens: int = 40,
+    compiled: bool = False,
+    **params: object,
+) -> tuple[Finished, Scheduler]:
+    scheduler = Scheduler(
+        SampleLimits(
+            max_running=32,
+            num_pages=num_pages,
+            step_tokens=50,
+            max_waiting=100,
+            max_context_length=MAX_CONTEXT_LENGTH,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=(),
+        ),
+        decode_text=lambda tokens: "",
+        fresh_seed=lambda: 0,
+    )
+    sampler = sampler or Sampler(model, num_pages=num_pages, compile_decode=compiled)
+    for name, (version, tokens) in who.items():
+        sampler.acquire(version)
+        scheduler.add(
+            SampleRequest(
+                request_id=name,
+                version=version,
+                prompt=(EncodedText(tokens=tokens),),
+                num_samples=1,
+                sampling_params=SamplingParams(max_tokens=max_tokens, stop=(), **{"seed": 7, **params}),  # type: ignore[arg-type]
+            )
+        )
+    return run(scheduler, sampler), scheduler  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_pages", [64, 7])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_greedy_equals_generate_beside_adapters(load: Callable[..., BaseModel], arch: str, num_pages: int) -> None:
+    """With 7 pages the sequences push one another out and are computed again."""
+    from transformers import AutoModelForCausalLM
+
+    model = load(arch)
+    _, versions = publish(model)
+    names = list(versions)
+    who = {f"base{n}": (None, prompt(n)) for n in range(6)}
+    who |= {f"{names[n]}": (versions[names[n]], prompt(n)) for n in range(6)}
+    finished, scheduler = sample(model, who, num_pages=num_pages, temperature=0.0)
+    assert (scheduler.stats()["preemptions"] > 0) == (num_pages == 7)
+    alone = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32).cuda().eval()
+    for n in range(6):
+        ids = torch.tensor(prompt(n), device="cuda")[None].long()
+        want = alone.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=40,
+            min_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, ids.shape[1] :].tolist()
+        assert list(finished.tokens[f"base{n}", 0]) == want, n
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
+def test_logprobs_equal_the_trainers(
+    load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = load(arch, dtype)
+    studio, versions = publish(model)
+    who = {f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()}
+    finished, _ = sample(model, who)
+    differences = []
+    for name, (version, tokens) in who.items():
+        assert version is not None
+        whole = np.concatenate([tokens, finished.tokens[name, 0]])
+        scored = Datum(
+            model_input=(EncodedText(tokens=whole[:-1].astype(np.int32)),),
+            loss_fn_inputs={"target_tokens": whole[1:].astype(np.int64)},
+        )
+        [output] = studio.run(studio.command(version.model_id, scored, forward_only=True))
+        trained = output.loss_fn_outputs[0]["logprobs"][len(tokens) - 1 :]
+        differences.append(np.abs(trained - np.array(finished.logprobs[name, 0], np.float32)))
+    assert np.concatenate(differences).mean() <= tolerance
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_compiled_layers_draw_the_same(load: Callable[..., BaseModel], arch: str) -> None:
+    model = load(arch)
+    _, versions = publish(model)
+    who: dict[str, tuple[Version | None, np.ndarray]] = {name: (v, prompt(2)) for name, v in versions.items()}
+    who["base"] = (None, prompt(2))
+    plain, fused = (sample(model, who, compiled=compiled, max_tokens=20)[0] for compiled in (False, True))
+    for name in who:
+        assert list(plain.tokens[name, 0]) == list(fused.tokens[name, 0])
+        np.testing.assert_allclose(plain.logprobs[name, 0], fused.logprobs[name, 0], atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decode_steps_and_compiled_training_leave_each_other_alone(
+    load: Callable[..., BaseModel], compiled: bool
+) -> None:
+    """Layers that are compiled for training: the same tokens as without, and no graph of training's is made again."""
+    from torch._dynamo.utils import counters
+
+    finished, graphs = [], []
+    for for_training in (False, True):
+        model = load("qwen3", compile=for_training)
+        assert model.compiled is for_training
+        studio, versions = publish(model)
+        sampler = Sampler(model, num_pages=64, compile_decode=compiled)
+        for length in (20, 33):
+            who: dict[str, tuple[Version | None, np.ndarray]] = {name: (v, prompt(2)) for name, v in versions.items()}
+            finished.append(sample(model, who, sampler=sampler, max_tokens=20)[0])
+            before = counters["stats"]["unique_graphs"]
+            datum = Datum(
+                model_input=(EncodedText(tokens=np.arange(3, length, dtype=np.int32)),),
+                loss_fn_inputs={"target_tokens": np.arange(4, length + 1, dtype=np.int64)},
+            )
+            studio.run(studio.command("a", datum))
+            graphs.append(counters["stats"]["unique_graphs"] - before)
+    assert graphs == [0, 0, 0, 0]
+    for other in finished[1:]:
+        for name in RANKS:
+            assert list(other.tokens[name, 0]) == list(finished[0].tokens[name, 0])
+
+
+def test_neighbours_change_no_token(load: Callable[..., BaseModel]) -> None:
+    model = load("qwen3")
+    _, versions = publish(model)
+    who = {f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()}
+    together, _ = sample(model, who)
+    for name in ("a0", "d1", "f2"):
+        alone, _ = sample(model, {name: who[name]})
+        assert list(alone.tokens[name, 0]) == list(together.tokens[name, 0])
+        np.testing.assert_allclose(alone.logprobs[name, 0], together.logprobs[name, 0], atol=1e-4)
+
+
+def test_one_adapters_nan_reaches_no_other(load: Callable[..., BaseModel]) -> None:
+    model = load("qwen3")
+    _, versions = publish(model)
+    who = {f"{name}{n}": (version, prompt(n)) for n in range(2) for name, version in versions.items()}
+    who["base"] = (None, prompt(3))
+    before, _ = sample(model, who)
+    sampler = Sampler(model, num_pages=64, compile_decode=False)
+    row = model.bank.pin(versions["c"])
+    model.bank.work_slab(row.rank_class)[row.slot].fill_(torch.nan)
+    # Twice: the second time, pages hold what the first left.
+    for _ in range(2):
+        after, _ = sample(model, who, sampler=sampler)
+        for name in who:
+            if not name.startswith("c"):
+                assert list(after.tokens[name, 0]) == list(before.tokens[name, 0]), name
+
+
+def test_graphs_follow_a_slab_that_has_grown(load: Callable[..., BaseModel]) -> None:
+    model = load("llama")
+    studio, versions = publish(model, {"a": 8})
+    sampler = Sampler(model, num_pages=64, compile_decode=False)
+    who = {"x": (versions["a"], prompt(2))}
+    before, _ = sample(model, who, sampler=sampler)
+    at = model.bank.work_slab(8).data_ptr()
+    for number in range(40):
+        studio.create(f"more{number}", 8, seed=number)
+    assert model.bank.work_slab(8).data_ptr() != at
+    after, _ = sample(model, who, sampler=sampler)
+    assert list(after.tokens["x", 0]) == list(before.tokens["x", 0])
+
+
+@pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.7}, {"temperature": 0.5}])
+def test_draws_equal_the_cpus(load: Callable[..., BaseModel], tmp_path: Path, params: dict[str, object]) -> None:
+    model = load("llama")
+    source = ModelSource(name="llama", directory=model.directory)
+    cpu = load_model(source, device=torch.device("cpu"), dtype=torch.float32)
+    who: dict[str, tuple[Version | None, np.ndarray]] = {f"base{n}": (None, prompt(n)) for n in range(5)}
+    got, _ = sample(model, who, **params)
+    want, _ = sample(cpu, who, **params)
+    for name in who:
+        assert list(got.tokens[name, 0]) == list(want.tokens[name, 0])
