@@ -7,6 +7,8 @@ import torch
 from descant.errors import UserError
 from descant.types import AdamParams
 
+NORM_BLOCK = 64
+
 SAFE_NORMS = (1e-12, 1e18)
 """Between these a norm summed in float32 lost nothing: no square that counts is below its range or above it."""
 MAX_RATE = 1e30
@@ -71,13 +73,21 @@ def adamw(
 
 def _measure(gradient: torch.Tensor, state: tuple[torch.Tensor, ...]) -> tuple[float, list[float]]:
     """The gradient's norm and the largest magnitude of each of ``state``; NaN where one is NaN. One wait."""
-    norm = torch.linalg.vector_norm(gradient).reshape(1)
     extremes = [torch.stack(torch.aminmax(tensor)).abs().amax().reshape(1) for tensor in state]
-    measured = torch.cat([norm, *extremes]).tolist()
+    measured = torch.cat([_norm(gradient), *extremes]).tolist()
     if not SAFE_NORMS[0] <= measured[0] <= SAFE_NORMS[1]:
         # in float64 a finite gradient has a finite norm: the squares of 1e20 are beyond float32
         measured[0] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     return measured[0], measured[1:]
+
+
+def _norm(row: torch.Tensor) -> torch.Tensor:
+    """float64 [1]. Summed in float32 in blocks, and those in float64: over a row of 11 million one float32 sum is off
+    by 4e-4, and one in float64 takes 43 ms instead of 2."""
+    num_whole = len(row) - len(row) % NORM_BLOCK
+    blocks = torch.linalg.vector_norm(row[:num_whole].view(-1, NORM_BLOCK), dim=1)
+    rest = torch.linalg.vector_norm(row[num_whole:]).reshape(1)
+    return torch.linalg.vector_norm(torch.cat([blocks, rest]), dtype=torch.float64).reshape(1)
 
 
 def _is_safe(norm: float, extremes: list[float], step: int, params: AdamParams, limit: float) -> bool:

@@ -30,7 +30,11 @@ OPTIONS = {
     if isinstance(parameter, click.Option)
     for option in parameter.opts
 }
-SCRIPTS = [*(ROOT / "examples").glob("*.py"), ROOT / "descant" / "testing" / "faults.py"]
+SCRIPTS = [
+    *(ROOT / "examples").glob("*.py"),
+    *(ROOT / "bench").glob("*.py"),
+    ROOT / "descant" / "testing" / "faults.py",
+]
 EXAMPLE_OPTIONS = set(re.findall(r'add_argument\("(--[a-z-]+)"', "".join(path.read_text() for path in SCRIPTS)))
 TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

@@ -139,3 +139,13 @@ def test_norms_of_any_size(value: float) -> None:
     gradient = torch.full((1000,), value)
     norm, _ = optim._measure(gradient, (gradient,) * 3)
     assert norm == pytest.approx(value * 1000**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 3_000_001])
+def test_the_norm_of_a_long_row_is_exact(size: int) -> None:
+    """A single float32 sum over millions is off by more than 1e-4."""
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    row = [torch.zeros(size) for _ in range(3)]
+    want = float(torch.linalg.vector_norm(gradient.double()))
+    norm = adamw(row[0], gradient, row[1], row[2], step=1, params=AdamParams(), limit=1e38)
+    assert norm == pytest.approx(want, rel=1e-6)
