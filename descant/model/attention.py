@@ -34,22 +34,16 @@ from transformers import AttentionInterface
 
 from descant.errors import UserError
 from descant.model.decode import DecodePass
-from descant.model.passes import PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
+from descant.model.passes import MIN_ROWS, PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
 
 NAME = "descant"
 
-KNOWN_KEYWORDS = frozenset({"sliding_window", "softcap", "plan"})
-"""What a family may hand the attention function besides the common arguments. Any other that is not None is refused by
-name (gpt-oss's ``s_aux``, ignored, is silently off by 0.23)."""
-
 HARMLESS_KEYWORDS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"})
-"""What travels along and says nothing about attention: positions are applied already, and no cache is used."""
+"""What travels along and says nothing about attention: positions are applied already, and no cache is used. Any
+other keyword that is not None is refused by name (gpt-oss's ``s_aux``, ignored, is silently off by 0.23)."""
 
 KV_SHAPES = "kv_shapes"
 """With this key in ``Pass.cache`` (an empty dict), each layer notes ``layer_idx → (K, D of keys, D of values)``."""
-
-MIN_ROWS = 8
-"""Fewer rows take other kernels (a vector product, a sum in another order), whose last bits differ."""
 
 DECODE_ROWS = 16
 """Sequences of the KV pages with at most so many query tokens are computed together; longer ones each alone."""

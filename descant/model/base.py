@@ -17,7 +17,7 @@ from descant.model import decode, packed
 from descant.model.bank import AdapterBank
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear
-from descant.model.passes import PAGE_TOKENS, KVPool, Pass
+from descant.model.passes import MIN_ROWS, PAGE_TOKENS, KVPool, Pass
 from descant.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 269
 """No size of any model equals it: a graph made with T equal to another size would serve such passes alone."""
-
-MIN_ROWS = 8
-"""Fewer tokens than this are filled up: matrix products of a few rows take other kernels, whose last bits differ."""
 
 
 class BaseModel:

@@ -29,9 +29,7 @@ from descant.model.lora import (
     lora_linear,
     lora_linear_backward,
 )
-from descant.model.passes import to_device
-
-MIN_ROWS = 8
+from descant.model.passes import MIN_ROWS, to_device
 
 CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
 """At 49k words a chunk's logits are 25 MB and 400 MB. On CPU larger buffers are new pages of the system in each chunk

@@ -26,6 +26,10 @@ Held = TypeVar("Held")
 PAGE_TOKENS = 64
 """Tokens in a KV page, and keys in one block of the attention: one number, so that a page is a block."""
 
+MIN_ROWS = 8
+"""Products of fewer rows are filled up to this many: few rows take other kernels (a vector product, a sum in another
+order), whose last bits differ."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class RowRef:
