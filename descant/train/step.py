@@ -26,10 +26,11 @@ import torch
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
 from descant.model.head import ChunkLoss, HeadOutput
+from descant.model.lora import LoraPass
 from descant.model.passes import Pass
 from descant.train.batch import Item, Packed, pack, unpack
 from descant.train.check import check_adam, check_forward_backward, loss_fn_config
-from descant.train.loss import sequence_ratio, token_loss
+from descant.train.loss import SEQUENCE_LOSSES, sequence_ratio, token_loss
 from descant.train.optim import adamw
 from descant.types import AdamParams, ForwardBackward, ForwardBackwardOutput, OptimStepOutput, input_length
 
@@ -345,18 +346,40 @@ class Learner:
                     hidden_TD, packed.targets_PK, lora, loss=loss, tokens_P=packed.place_tokens_P
                 )
 
-            ratio_P = None
-            if packed.sequence_P is not None or not backward:
-                head = logprobs(None)
-                ratio_P = _sequence_ratio(packed, head.logprobs_PK)
-            chunk_loss = _chunk_loss(packed, loss_P, ratio_P)
             if backward:
-                head = logprobs(chunk_loss)
+                logprobs_PK = self._logprobs_of_sequence_losses(packed, hidden_TD, lora)
+                head = logprobs(_chunk_loss(packed, loss_P, _sequence_ratio(packed, logprobs_PK)))
                 if head.dhidden_TD is not None and hidden_TD.requires_grad:  # not with adapters on the unembedding only
                     hidden_TD.backward(head.dhidden_TD)
             else:
+                head = logprobs(None)
+                chunk_loss = _chunk_loss(packed, loss_P, _sequence_ratio(packed, head.logprobs_PK))
                 chunk_loss(slice(0, len(loss_P)), head.logprobs_PK)
         return loss_P.cpu().numpy(), head.logprobs_PK.detach().cpu().numpy()
+
+    def _logprobs_of_sequence_losses(
+        self, packed: Packed, hidden_TD: torch.Tensor, lora: LoraPass | None
+    ) -> torch.Tensor:
+        """float32 [P, K] where a loss needs all of a sequence's before its first derivative; 0 elsewhere, where no
+        logits are made for it."""
+        logprobs_PK = hidden_TD.new_zeros(packed.targets_PK.shape, dtype=torch.float32)
+        for span in packed.loss_spans:
+            if span.loss_fn not in SEQUENCE_LOSSES:
+                continue
+            # A token's places have one loss: those of a span are all places of the tokens between its first and last.
+            tokens_P, start, end = packed.place_tokens_P, span.start, span.end
+            if tokens_P is not None:
+                tokens_P = tokens_P[span.start : span.end]
+                start, end = int(tokens_P[0]), int(tokens_P[-1]) + 1
+                tokens_P = tokens_P - start
+            head = self._model.head.logprobs(
+                hidden_TD[start:end],
+                packed.targets_PK[span.start : span.end],
+                None if lora is None else lora.select(range(start, end)),
+                tokens_P=tokens_P,
+            )
+            logprobs_PK[span.start : span.end] = head.logprobs_PK
+        return logprobs_PK
 
 
 def _sequence_ratio(packed: Packed, logprobs_PK: torch.Tensor) -> torch.Tensor | None:
