@@ -68,6 +68,8 @@ class _Request:
     gradient: int | None
     scratch: bool
     passes: _Passes = field(default_factory=_Passes)
+    done: list[tuple[int, ...]] = field(default_factory=list)
+    """The datums of each pass that is in its gradient."""
     losses: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     error: DescantError | None = None
@@ -92,6 +94,8 @@ class Learner:
         self._seconds = seconds
         self._share_prefixes = share_prefixes
         self._open: dict[RequestKey, _Request] = {}
+        self._gradients_touched = False
+        """Whether the pass that runs, or ran last, has begun to write into gradient rows."""
         self._lost: dict[str, str] = {}
         """Why a model's gradient is not whole: the first reason since its last step."""
 
@@ -125,8 +129,9 @@ class Learner:
 
     def run(self, parts: Sequence[Part]) -> None:
         """One forward (and backward) pass over the datums of ``parts``. A datum whose loss is not finite marks its
-        request as failed and adds nothing. An exception from torch (out of memory) fails all requests of the pass:
-        it is kept, and raised by each one's ``close``; the learner stays usable."""
+        request as failed and adds nothing. After an exception from torch (out of memory) the pass is run again in
+        parts: what fails alone fails its request, whose ``close`` says so, and the others' gradients are whole (with
+        the last bits of smaller passes)."""
         items = self._items(parts)
         if self._model.packable:
             self._run_pass(items)
@@ -302,9 +307,43 @@ class Learner:
         return items
 
     def _run_pass(self, items: Sequence[Item]) -> None:
+        """One pass, or after a failure as many as it takes to find whose fault it was: first each request by itself,
+        then each datum of the one that fails. What fails alone fails its request; the others end as if it had never
+        been there."""
         items = [item for item in items if self._runs(item.request)]
         if not items:
             return
+        self._gradients_touched = False
+        failure = self._attempt(items)
+        if failure is None:
+            return
+        # Out here nothing holds the activations of the pass any more, as the exception's traceback did.
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(items) == 1:
+            [item] = items
+            self._open[item.request].error = ServerError(f"data[{item.index}], alone in its pass, {failure}")
+            return
+        touched, requests = self._gradients_touched, {item.request: self._open[item.request] for item in items}
+        for request, opened in requests.items():
+            own = [item for item in items if item.request == request]
+            again = self._undo(opened) if touched else []
+            for datums in again:
+                self._run_pass(self._items([Part(request=request, datum=datum) for datum in datums]))
+            for group in [own] if len(requests) > 1 else [[item] for item in own]:
+                self._run_pass(group)
+
+    def _undo(self, opened: _Request) -> list[tuple[int, ...]]:
+        """A failed pass may have left a part of its gradient in the request's row: empties it, and returns the passes
+        that were in it, to be run again."""
+        if opened.gradient is not None:
+            self._model.bank.gradient_row(opened.rank_class, opened.gradient).zero_()
+            done, opened.done = opened.done, []
+            return done
+        return []
+
+    def _attempt(self, items: Sequence[Item]) -> str | None:
+        """One pass. What went wrong, if something did: then it counts for none of its requests."""
         began = self._seconds()
         try:
             packed = pack(items, self._model.device, share=self._share_prefixes)
@@ -312,9 +351,7 @@ class Learner:
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
             logger.exception("a pass of %d datums failed", len(items))
-            for item in items:
-                self._open[item.request].error = ServerError(f"a shared pass of {len(items)} datums {_what(error)}")
-            return
+            return _what(error)
         seconds = self._seconds() - began
         for item, places, logprobs in zip(packed.items, packed.places, unpack(packed, logprobs_PK), strict=True):
             opened = self._open[item.request]
@@ -329,8 +366,10 @@ class Learner:
             passes.count += 1
             passes.seconds += seconds
             passes.adapters = max(passes.adapters, adapters)
+            self._open[request].done.append(tuple(item.index for item in packed.items if item.request == request))
         for item, computed in zip(packed.items, packed.seq_lens, strict=True):
             self._open[item.request].passes.tokens += computed
+        return None
 
     def _forward_backward(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         """float32 loss [P], NaN where it or its derivative is not finite, and log-probabilities [P, K]. Gradients have
@@ -348,6 +387,7 @@ class Learner:
 
             if backward:
                 logprobs_PK = self._logprobs_of_sequence_losses(packed, hidden_TD, lora)
+                self._gradients_touched = True
                 head = logprobs(_chunk_loss(packed, loss_P, _sequence_ratio(packed, logprobs_PK)))
                 if head.dhidden_TD is not None and hidden_TD.requires_grad:  # not with adapters on the unembedding only
                     hidden_TD.backward(head.dhidden_TD)
