@@ -44,7 +44,7 @@ from descant.config import Settings
 from descant.ranks.loop import Outcome
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSettings, RankSpec
-from descant.ranks.turns import Microbatch
+from descant.ranks.turns import Microbatch, Rows
 from descant.server.app import bind
 from descant.service.service import Backend
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
@@ -134,7 +134,7 @@ class AtOnce(FakeTrainer):
 
 
 def build(spec: RankSpec, *rest: Any) -> Any:
-    """A rank on a tiny model whose passes compute nothing."""
+    """A rank on a tiny model whose passes and steps compute nothing."""
     from descant.testing.ranks import build_tiny
 
     worker = build_tiny(spec, *rest)
@@ -144,7 +144,15 @@ def build(spec: RankSpec, *rest: Any) -> Any:
         opened.update({(command.model_id, command.seq_id): command for command in turn.opens})
         return [Outcome(key=key, result=output_of(opened.pop(key))) for key in turn.closes]
 
-    worker.microbatch = microbatch
+    real_rows = worker.rows
+
+    def rows(turn: Rows, *rest: Any) -> list[Outcome]:
+        if not all(isinstance(command, OptimStep) for command in turn.commands):
+            return real_rows(turn, *rest)
+        result = OptimStepOutput(metrics={"grad_norm:mean": 1.0})
+        return [Outcome(key=(command.model_id, command.seq_id), result=result) for command in turn.commands]
+
+    worker.microbatch, worker.rows = microbatch, rows
     return worker
 
 
