@@ -10,16 +10,18 @@ padded, is not counted: the fraction is what the model needed, over what the tim
 
 from __future__ import annotations
 
+import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from descant.model.bank import LoraSite, trains
-from descant.model.passes import Pass
+from descant.model.passes import Prefix
 from descant.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Arithmetic:
     sites: tuple[LoraSite, ...]
     linear_params: int
     attention: int
+    _lora_params: dict[LoraConfig, int] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(model: BaseModel) -> Arithmetic:
@@ -47,29 +50,29 @@ class Arithmetic:
         )
 
     def lora_params(self, lora: LoraConfig) -> int:
-        return sum(lora.rank * (s.in_features + s.out_features) for s in self.sites if trains(lora, s))
+        if lora not in self._lora_params:
+            widths = sum(site.in_features + site.out_features for site in self.sites if trains(lora, site))
+            self._lora_params[lora] = lora.rank * widths
+        return self._lora_params[lora]
 
     def flops(self, tokens: int, lora_params_tokens: int, square_sum: int, *, backward: bool) -> float:
-        """``lora_params_tokens``: over all tokens, the parameters of each one's adapter. ``square_sum``: Σs²."""
+        """``lora_params_tokens``: the parameters of each token's adapter, summed over tokens. ``square_sum``: Σs²."""
         base, rest = (4.0, 6.0) if backward else (2.0, 2.0)
         return base * self.linear_params * tokens + rest * (lora_params_tokens + self.attention * square_sum)
 
 
-def square_sum(pass_: Pass) -> int:
-    """Σs² of a pass; of a sequence behind a shared prefix, that of the whole less the prefix's."""
-    prefixes = pass_.prefixes or (None,) * len(pass_.seq_lens)
-    total = 0
-    for own, prefix in zip(pass_.seq_lens, prefixes, strict=True):
-        before = 0 if prefix is None else prefix.length
-        total += (before + own) ** 2 - before**2
-    return total
+def squares(seq_lens: Sequence[int], prefixes: Sequence[Prefix | None]) -> list[int]:
+    """s² of each sequence of a pass; of one behind a shared prefix, that of the whole less the prefix's."""
+    before = [0 if prefix is None else prefix.length for prefix in prefixes] or [0] * len(seq_lens)
+    return [(shared + own) ** 2 - shared**2 for own, shared in zip(seq_lens, before, strict=True)]
 
 
 def matrix_rate(
     device: torch.device, dtype: torch.dtype, *, rounds: int = 7, seconds: Callable[[], float] = time.perf_counter
 ) -> float:
-    """FLOP/s of a large square product, the median of ``rounds``: some 20 ms on a GPU, some 100 ms on two CPU cores."""
-    size, repeats = (8192, 2) if device.type == "cuda" else (1024, 4)
+    """FLOP/s of a large square product, the median of ``rounds``, after one that warms up. A round takes some 3 ms on a
+    GPU and some 10 ms on two CPU cores."""
+    size, repeats = (8192, 2) if device.type == "cuda" else (1024, 2)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     taken = []
     for _ in range(rounds + 1):
@@ -80,3 +83,11 @@ def matrix_rate(
             torch.cuda.synchronize(device)
         taken.append(seconds() - began)
     return repeats * 2 * size**3 / statistics.median(taken[1:])
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most that this process has had: on CUDA of the device's memory, else of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # there in bytes

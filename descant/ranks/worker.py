@@ -18,6 +18,7 @@ from descant.ckpt.files import CheckpointTensors, read_checkpoint
 from descant.ckpt.snapshot import Snapshots, create_from, load_into
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
+from descant.model.limit import matrix_rate
 from descant.model.load import load_model, resolve_model
 from descant.model.passes import PAGE_TOKENS
 from descant.ranks.loop import Outcome, as_descant
@@ -78,7 +79,11 @@ class Worker:
         self.capabilities = EngineCapabilities()
         self._model = model
         self._settings = settings
-        self._learner = Learner(model, computed_as=losses.computed_as() if losses is not None else {})
+        self._learner = Learner(
+            model,
+            computed_as=losses.computed_as() if losses is not None else {},
+            matrix_rate=matrix_rate(model.device, model.dtype, rounds=3),
+        )
         if settings.max_adapter_bytes is not None:
             model.bank.max_adapter_bytes = settings.max_adapter_bytes
         self._num_pages = num_pages(model, settings)

@@ -94,10 +94,10 @@ class SqlFutureStore:
         return stands, stands == request_id
 
     async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
-        """As the port says; on return it is durable. Who waits is answered from memory at once, not a disk's time later,
-        and also when the write fails, which is then tried again whenever another future ends. Only a process that
-        ends before one of these succeeds loses the answer: the future is then pending at the next start, and fails
-        there, for a client that had not got its answer."""
+        """As the port says; on return it is durable. Who waits is answered from memory at once, not a disk's time
+        later, and also when the write fails, which is then tried again whenever another future ends. Only a process
+        that ends before one of these succeeds loses the answer: the future is then pending at the next start, and
+        fails there, for a client that had not got its answer."""
         entry = await self._find(request_id)
         if isinstance(entry, FutureState):
             return

@@ -26,6 +26,7 @@ import torch
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
 from descant.model.head import ChunkLoss, HeadOutput
+from descant.model.limit import Arithmetic, peak_bytes, squares
 from descant.model.lora import LoraPass
 from descant.model.passes import Pass
 from descant.train.batch import Item, Packed, pack, unpack
@@ -50,12 +51,15 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class _Passes:
-    """What a request's passes were. ``tokens`` are those that were computed for it: shared ones once a pass."""
+    """What a request's passes were. ``tokens`` are those that were computed for it: shared ones once a pass.
+    ``all_tokens`` and ``all_flops`` are the passes' own, whoever they were for."""
 
     count: int = 0
     tokens: int = 0
     adapters: int = 0
     seconds: float = 0.0
+    all_tokens: int = 0
+    all_flops: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,13 +90,17 @@ class Learner:
         computed_as: Mapping[str, str] | None = None,
         seconds: Callable[[], float] = time.perf_counter,
         share_prefixes: bool = True,
+        matrix_rate: float | None = None,
     ):
         """``computed_as``: losses that are computed as another. ``seconds`` measures how long passes take.
+        ``matrix_rate``: FLOP/s of large products on this device; None: nobody is told the fraction of it.
         ``share_prefixes`` False is for comparing the two."""
         self._model = model
         self._computed_as = computed_as or {}
         self._seconds = seconds
         self._share_prefixes = share_prefixes
+        self._matrix_rate = matrix_rate
+        self._arithmetic = Arithmetic.of(model)
         self._open: dict[RequestKey, _Request] = {}
         self._gradients_touched = False
         """Whether the pass that runs, or ran last, has begun to write into gradient rows."""
@@ -145,7 +153,8 @@ class Learner:
 
         Metrics besides ``loss:sum``: ``tokens:sum`` as given, ``tokens_computed:sum`` (what datums of a pass begin with
         in common is computed once), ``microbatches:sum``, ``compute_ms:sum`` of those passes, which others may have
-        shared, and ``adapters_in_pass:max``."""
+        shared, and ``adapters_in_pass:max``. ``tokens_per_s:mean`` and ``fraction_of_limit:mean`` (``model.limit``) are
+        of these passes as a whole; ``memory_bytes:max`` is what this process has taken of the device at most."""
         opened = self._open.pop(request)
         count = len(opened.command.data)
         if opened.error is None and len(opened.losses) != count:
@@ -169,6 +178,7 @@ class Learner:
                 "microbatches:sum": float(opened.passes.count),
                 "compute_ms:sum": 1000 * opened.passes.seconds,
                 "adapters_in_pass:max": float(opened.passes.adapters),
+                **self._speed(opened.passes),
             },
         )
 
@@ -228,6 +238,14 @@ class Learner:
         for key in [key for key in self._open if key[0] == model_id]:
             self._discard(self._open.pop(key))
         self._lost.pop(model_id, None)
+
+    def _speed(self, passes: _Passes) -> dict[str, float]:
+        metrics = {"memory_bytes:max": float(peak_bytes(self._model.device))}
+        if passes.seconds > 0:
+            metrics["tokens_per_s:mean"] = passes.all_tokens / passes.seconds
+            if self._matrix_rate is not None:
+                metrics["fraction_of_limit:mean"] = passes.all_flops / passes.seconds / self._matrix_rate
+        return metrics
 
     # ---------------------------------------------------------------------------------------------- gradient rows
     def _own_row_holder(self, model_id: str) -> _Request | None:
@@ -360,16 +378,25 @@ class Learner:
             opened.logprobs[item.index] = logprobs
             if opened.error is None and not math.isfinite(opened.losses[item.index]):
                 opened.error = _not_finite(item, loss_L, logprobs)
-        adapters = len({item.row for item in packed.items})
+        adapters, flops = len({item.row for item in packed.items}), self._flops(packed)
         for request in {item.request for item in packed.items}:
             passes = self._open[request].passes
             passes.count += 1
             passes.seconds += seconds
+            passes.all_tokens += len(packed.tokens_T)
+            passes.all_flops += flops
             passes.adapters = max(passes.adapters, adapters)
             self._open[request].done.append(tuple(item.index for item in packed.items if item.request == request))
         for item, computed in zip(packed.items, packed.seq_lens, strict=True):
             self._open[item.request].passes.tokens += computed
         return None
+
+    def _flops(self, packed: Packed) -> float:
+        flops, arithmetic = 0.0, self._arithmetic
+        for item, tokens, square in zip(packed.items, packed.seq_lens, squares(packed.seq_lens, packed.prefixes)):
+            lora_params = arithmetic.lora_params(self._model.bank.lora(item.row))
+            flops += arithmetic.flops(tokens, lora_params * tokens, square, backward=item.gradient is not None)
+        return flops
 
     def _forward_backward(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         """float32 loss [P], NaN where it or its derivative is not finite, and log-probabilities [P, K]. Gradients have
