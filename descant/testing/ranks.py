@@ -41,7 +41,8 @@ def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Wo
     torch.set_num_threads(1)
     phase("loading a tiny model")
     source = ModelSource(name="tiny", directory=Path(spec.model))
-    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False)
+    shard = peers.shard if spec.settings.shard_base else None
+    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False, shard=shard)
     return Worker(model, spec.settings, spec.losses, peers)
 
 
