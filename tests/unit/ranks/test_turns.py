@@ -285,6 +285,7 @@ def request(*tokens: int, model: str = "a", shared: int = 0) -> list[WaitingDatu
 @pytest.mark.parametrize(
     ("data", "num_ranks", "expected"),
     [
+        pytest.param(request(10, 10, 10, shared=9), 2, ["a0 a1 a2", ""], id="unless the prefix is nearly all"),
         pytest.param([*request(5, 50), *request(7, model="b")], 1, ["a0 a1 b0"], id="one rank: one pass, in order"),
         pytest.param(request(8, 3, 5, 2), 2, ["a0 a3", "a1 a2"], id="even in tokens, in order on each"),
         pytest.param(request(3), 3, ["a0", "", ""], id="fewer datums than ranks"),
@@ -297,7 +298,7 @@ def request(*tokens: int, model: str = "a", shared: int = 0) -> list[WaitingDatu
             id="what shares a prefix stays together",
         ),
         pytest.param(
-            request(10, 10, 10, 10, shared=9), 2, ["a0", "a1 a2 a3"], id="unless it is more than a rank's even share"
+            request(4, *[7] * 7, shared=4), 2, ["a4 a5 a6 a7", "a0 a1 a2 a3"], id="unless it is much more than even"
         ),
     ],
 )
