@@ -26,7 +26,7 @@ from descant.errors import DescantError, RankDied, ServerError, UserError
 from descant.model.load import ModelSource, load_model
 from descant.ranks import rank_main
 from descant.ranks.channel import Board, RankChannel, ServerChannel
-from descant.ranks.launch import EXIT_TIMEOUT_S, Link, Receive, start_ranks
+from descant.ranks.launch import EXIT_TIMEOUT_S, Link, Receive, exit_in_words, start_ranks
 from descant.ranks.messages import ToRank
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
@@ -154,7 +154,7 @@ class _ForkedRank:
         self._process.join()
         await asyncio.wait([self._channel.closed], timeout=EXIT_TIMEOUT_S)
         self._channel.close()
-        return f"(process {self.pid}) ended with code {self._process.exitcode}"
+        return exit_in_words(self.pid, self._process.exitcode)
 
     def last_lines(self) -> str:
         return ""

@@ -5,112 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
 
-import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file
 
-from descant.ckpt.peft import OPTIMIZER
 from descant.errors import RankDied, ServerError, UserError
 from descant.ranks.launch import start_processes
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSettings, RankSpec
 from descant.testing.engine import frozen, request, sampled
 from descant.testing.ranks import SETTINGS, tiny_ranks, tiny_replica, written
-from descant.testing.tiny import VOCAB_SIZE
-from descant.testing.trainer import Model, datum, error, output, result, saved
-from descant.types import Datum, DeleteModel, LoraConfig, SnapshotRef
+from descant.testing.story import Record, assert_alike, data, story, stream
+from descant.testing.trainer import Model, datum, error, output, result
 
 NOTICED_S = 5.0
 """A rank that is dead or stopped is told of within this."""
 
 SETTINGS_32 = replace(SETTINGS, microbatch_tokens=32)
-
-
-def stream(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(5, VOCAB_SIZE, length).tolist()  # type: ignore[no-any-return]
-
-
-def data(*lengths: int, seed: int = 0) -> tuple[Datum, ...]:
-    return tuple(datum(stream(seed + index, length)) for index, length in enumerate(lengths))
-
-
-def scored(*lengths: int, seed: int = 0) -> tuple[Datum, ...]:
-    """For ``gspo``: with log-probabilities, advantages and a mask."""
-    random = np.random.default_rng(seed)
-    return tuple(
-        datum(
-            stream(seed + index, length),
-            logprobs=random.normal(-3, 0.5, length),
-            advantages=random.normal(0, 1, length),
-            sequence_ratio_mask=(np.arange(length) > 1).astype(np.float32),
-        )
-        for index, length in enumerate(lengths)
-    )
-
-
-@dataclass
-class Record:
-    """What a client sees of a story."""
-
-    losses: list[float] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: dict[str, np.ndarray] = field(default_factory=dict)
-    tokens: list[list[int]] = field(default_factory=list)
-    sampled: list[float] = field(default_factory=list)
-
-    async def backward(self, model: Model, given: tuple[Datum, ...], loss_fn: str = "cross_entropy") -> None:
-        self.take(await output(model.backward(given, loss_fn)))
-
-    def take(self, out: Any) -> None:
-        self.losses.append(out.metrics["loss:sum"])
-        self.logprobs += [one["logprobs"] for one in out.loss_fn_outputs]
-
-    async def step(self, model: Model) -> None:
-        self.norms.append(cast(Any, await result(model.step())).metrics["grad_norm:mean"])
-
-
-async def story(replica: Replica, directory: Path) -> Record:
-    """Several tenants: more and fewer datums than ranks, odd numbers, a loss over sequences, accumulation, a forward,
-    a checkpoint that is loaded into another model, sampling of several versions."""
-    record = Record()
-    small, large = Model(replica, "small"), Model(replica, "large")
-    await result(small.create(LoraConfig(rank=4, seed=1)))
-    await result(large.create(LoraConfig(rank=16, seed=2)))
-    for lengths in ((9,), (5, 8), (3, 30, 4), (7, 1, 2, 6, 12), (40, 2, 2, 2, 2, 2, 2)):
-        together = [small.backward(data(*lengths)), large.backward(data(*lengths, seed=9))]
-        for future in together:
-            record.take(await output(future))
-        await record.step(small)
-    await record.backward(large, scored(6, 4, 9, 5, 3), "gspo")
-    record.take(await output(large.forward(data(8, 9))))
-    await record.step(large)
-    ref = cast(SnapshotRef, await result(large.snapshot()))
-    source = await saved(replica, ref, directory / "large")
-    record.gradients = load_file(directory / "large" / OPTIMIZER)  # the first moment is a tenth of the first gradient
-    copy = Model(replica, "copy")
-    await result(copy.create(LoraConfig(rank=16), source=source))
-    await record.backward(copy, data(300, 200, 310, 100, seed=3))
-    await record.step(copy)
-    for model, for_disk in ((small, False), (copy, True), (large, False)):
-        version = await frozen(model, for_disk=for_disk)
-        await replica.publish(version)
-        wanted = [
-            request(version.version, prompt=datum(stream(seed, 5 + seed)).model_input, temperature=0.0, max_tokens=9)
-            for seed in range(3)
-        ]
-        for one in await asyncio.gather(*(sampled(replica, each) for each in wanted)):
-            record.tokens.append(one.tokens())
-            record.sampled += one.logprobs()
-        await replica.release(version.version)
-    await result(small.send(DeleteModel))
-    return record
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +34,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Record:
             return await story(replica, tmp_path_factory.mktemp("alone"))
 
     return asyncio.run(tell())
-
-
-def furthest(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
-    assert [a.shape for a in some] == [b.shape for b in others]
-    return max(float(np.abs(a - b).max()) for a, b in zip(some, others))
 
 
 @pytest.mark.parametrize(
@@ -144,16 +53,7 @@ async def test_several_ranks_give_the_numbers_of_one(
     settings: RankSettings,
 ) -> None:
     async with tiny_ranks(tmp_path_factory, num_ranks, settings=settings) as replica:
-        several = await story(replica, tmp_path)
-    assert several.losses == pytest.approx(alone.losses, rel=1e-4)
-    assert several.norms == pytest.approx(alone.norms, rel=1e-4)
-    assert furthest(several.logprobs, alone.logprobs) < 1e-4
-    assert several.gradients.keys() == alone.gradients.keys()
-    largest = max(float(np.abs(gradient).max()) for gradient in alone.gradients.values())
-    gradients = (list(one.gradients.values()) for one in (several, alone))
-    assert furthest(*gradients) < 1e-4 * largest
-    assert several.tokens == alone.tokens
-    assert several.sampled == pytest.approx(alone.sampled, abs=1e-3)
+        assert_alike(await story(replica, tmp_path), alone)
 
 
 # ---------------------------------------------------------------------------------------------- one of them goes wrong
