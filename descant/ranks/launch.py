@@ -238,6 +238,13 @@ def _starting_only(rank: int, receive: Receive) -> Receive:
     return listen
 
 
+def exit_in_words(pid: int, code: int) -> str:
+    """``code`` as ``subprocess`` gives it: below 0 a signal."""
+    if code < 0:
+        return f"(process {pid}) was killed by {signal.Signals(-code).name}"
+    return f"(process {pid}) exited with code {code}"
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Ranks in processes of this machine
 
@@ -312,9 +319,7 @@ class _RankProcess:
         await asyncio.wait([self._channel.closed, self._output], timeout=EXIT_TIMEOUT_S)
         self._output.cancel()
         self._channel.close()
-        if code < 0:
-            return f"(process {self.pid}) was killed by {signal.Signals(-code).name}"
-        return f"(process {self.pid}) exited with code {code}"
+        return exit_in_words(self.pid, code)
 
     def last_lines(self) -> str:
         return "\n".join(self._lines)
