@@ -206,8 +206,7 @@ def load_model(
     except UserError as error:
         raise UserError(f"{architecture} cannot be served: {error.message}") from error
     if compile is None:
-        has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
-        compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
+        compile = device.type == "cuda" and dtype is not torch.float32 and not model.has_experts
     if compile or device.type == "cuda":
         _join_linears(network)
         model.speed_up(model.layers if compile else ())

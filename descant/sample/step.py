@@ -165,7 +165,8 @@ class Sampler:
             starts.append(len(tokens))
             tokens += sequence.tokens
             positions += range(sequence.context, sequence.context + len(sequence.tokens))
-        hidden_TD, lora = self._model.trunk(
+        trunk = self._model.trunk if self._decode is None else self._decode.prefill
+        hidden_TD, lora = trunk(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self._pass(sequences)
         )
         outputs = self._draw(sequences, starts, hidden_TD, lora)
