@@ -195,7 +195,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     with tempfile.TemporaryDirectory() as directory:
         source = ModelSource(name=options.shape, directory=shaped_model(options.shape, Path(directory), device=device))
-        model = load_model(source, device=device, max_version_bytes=32 << 30)
+        model = load_model(source, device=device, max_version_bytes=32 << 30, check=False, compile=False)
     facts = Facts(model, matrix_rate(device, model.dtype), bandwidth(device), options.rank)
     print(
         f"{card}, torch {torch.__version__}, {model.dtype}: {facts.rate / 1e12:.1f} TFLOP/s, "
@@ -203,7 +203,10 @@ def main() -> None:
         flush=True,
     )
     num_pages = options.prompts * pages_for(options.prompt_tokens + options.tokens)
-    sampler = Sampler(model, num_pages=num_pages)
+    start = time.perf_counter()
+    sampler = Sampler(model, num_pages=num_pages, max_rows=options.prompts)
+    sampler.warm_up()
+    print(f"compiled and captured in {time.perf_counter() - start:.1f} s", flush=True)
     temperature = 0.0 if options.greedy else 1.0
     base = 0.0
     for count in (0, *options.adapters):
@@ -245,8 +248,10 @@ def main() -> None:
                 run(model, sampler, short, versions, num_pages, temperature)
             table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=70)
             options.profile.with_suffix(f".{count}.txt").write_text(table)
-            lines = [line for line in table.splitlines() if "us" in line or "ms" in line]
-            print("\n".join(line[:72] + line[-75:] for line in lines[:24]), flush=True)
+            events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+            for event in sorted(events, key=lambda e: -e.self_device_time_total)[:22]:
+                micros = event.self_device_time_total
+                print(f"{micros / 1e3:9.2f} ms {event.count:6d} x {micros / event.count:8.1f} us  {event.key[:90]}")
         for version in versions:
             model.bank.release(version)
     if options.json:

@@ -25,6 +25,9 @@ from descant.model.decode import TILE_ROWS
 
 MAX_SITES = 3
 MAX_PARTS = 16
+PART_NUMBERS = 512
+"""Parts times rank: ``_expand`` has them all in registers at once."""
+
 ALIGN = tl.constexpr(64)
 """The bank's own: offsets are multiples of it, which lets loads be wide."""
 
@@ -134,10 +137,10 @@ def _expand(  # type: ignore[no-untyped-def]
     mask = live & (o < features)[None, :]
     at = y + n[:, None].to(tl.int64) * y_stride + (first + o)[None, :]
     base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    sums = tl.zeros([ROWS, BLOCK_R], tl.float32)
-    for part in tl.static_range(PARTS):
-        at_h = h + ((site * num_parts + part) * num_rows + n)[:, None] * R + r[None, :]
-        sums += tl.load(at_h, mask=live & (r < R)[None, :] & (part < num_parts), other=0.0)
+    p = tl.arange(0, PARTS)
+    at_h = (site * num_parts + p)[:, None, None] * num_rows + n[None, :, None]
+    narrow = (p < num_parts)[:, None, None] & live[None, :, :] & (r < R)[None, None, :]
+    sums = tl.sum(tl.load(h + at_h * R + r[None, None, :], mask=narrow, other=0.0), 0)
     # The trainer rounds the intermediate to the base's dtype too.
     if IEEE:
         delta = tl.dot(sums.to(weights.dtype), weights, input_precision="ieee")
@@ -166,18 +169,19 @@ def add(
         x_NI = x_NI.contiguous()
     num_rows, num_in, num_sites = len(x_NI), x_NI.shape[1], len(widths)
     early = _begins_early(x_NI.device)
+    wide = x_NI.dtype == torch.float32
     options = {
         "R": rank,
         "BLOCK_R": max(16, rank),
         "ROWS": TILE_ROWS,
-        "IEEE": x_NI.dtype == torch.float32,
+        "IEEE": wide,
         "EARLY": early,
         "num_warps": 4,
         **({"launch_pdl": True} if early else {}),
     }
-    block_i = 128 if rank <= 32 else max(16, 4096 // rank)
+    block_i = 128 if rank <= 32 else max(16, 4096 // rank) if wide else 64
     part = 256
-    while triton.cdiv(num_in, part) > MAX_PARTS:
+    while triton.cdiv(num_in, part) > min(MAX_PARTS, PART_NUMBERS // rank):
         part *= 2
     parts = triton.cdiv(num_in, part)
     h = x_NI.new_empty(num_sites, parts, num_rows, rank, dtype=torch.float32)

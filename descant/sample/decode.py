@@ -361,7 +361,9 @@ class DecodeGraphs:
             ),
             adapters=adapters,
         )
-        hidden_ND = model.paged_trunk(fields["tokens"][:num_rows], fields["positions"][:num_rows], step)
+        # A view of the buffer would be another program to the compiler than prefill's positions.
+        positions_N = fields["positions"][:num_rows].clone()
+        hidden_ND = model.paged_trunk(fields["tokens"][:num_rows], positions_N, step)
         head, logits_NV = model.head, self._logits_NV[:num_rows]
         if head.bias_V is None:
             torch.mm(hidden_ND, head.weight_VD.t(), out=logits_NV)
