@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,13 +21,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from descant.model.bank import AdapterBank
-from descant.model.passes import Handles, KVPool, Pass
-
-if TYPE_CHECKING:
-    from descant.model.lora import LoraPass
+from descant.model.passes import Handles, KVPool, Pass, RowRef
+from descant.types import SCALE_NUMERATOR
 
 TILE_ROWS = 16
-"""Rows of one adapter that are computed together."""
+"""Rows of one adapter that are computed together in a decode step,"""
+
+PREFILL_TILE_ROWS = 64
+"""and in prefill."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,31 +44,26 @@ class DecodePass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeClass:
-    """The rows of one rank class. ``tiles_C4`` int32: first row, end row, slot, scale (the bits of a float32); a tile
-    without rows does nothing. ``slab``: the class's work rows, flat; ``row``: elements of one. ``offsets``: by the
-    sites of a product, int64 [S, 2], where their A and B begin in a row."""
+class TileClass:
+    """The rows of one rank class. ``tiles_C4`` int32: first row, end row (at most ``tile_rows`` on), slot, scale (the
+    bits of a float32); a tile without rows does nothing. ``slab``: the class's work rows, flat; ``row``: elements of
+    one. ``offsets``: by the sites of a product, int64 [S, 2], where their A and B begin in a row."""
 
     rank_class: int
     slab: torch.Tensor
     row: int
     tiles_C4: torch.Tensor
+    tile_rows: int
     offsets: Mapping[tuple[int, ...], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeAdapters:
-    """Rows in no tile use the base alone."""
-
-    classes: tuple[DecodeClass, ...]
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class PagedStep:
-    """Layers read ``handle`` and nothing else of it; whoever runs the layers keeps it until they have run."""
+    """Layers read ``handle`` and nothing else of it; whoever runs the layers keeps it until they have run. Rows in no
+    tile of ``adapters`` use the base alone."""
 
     attention: DecodePass | Pass
-    adapters: DecodeAdapters | LoraPass | None
+    adapters: tuple[TileClass, ...]
     handle: torch.Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +108,7 @@ def products(network: nn.Module) -> set[tuple[int, ...]]:
 def site_offsets(
     bank: AdapterBank, rank_class: int, products: Iterable[tuple[int, ...]], device: torch.device
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """``DecodeClass.offsets``"""
+    """``TileClass.offsets``"""
     layout = bank.layout(rank_class)
     return {
         sites: torch.tensor([(layout.a_offset[site], layout.b_offset[site]) for site in sites]).to(device)
@@ -122,14 +117,27 @@ def site_offsets(
 
 
 def add_adapters(
-    x_NI: torch.Tensor, y_NO: torch.Tensor, sites: tuple[int, ...], widths: Sequence[int], adapters: DecodeAdapters
+    x_NI: torch.Tensor,
+    y_NO: torch.Tensor,
+    sites: tuple[int, ...],
+    widths: Sequence[int],
+    adapters: Iterable[TileClass],
 ) -> None:
     """Adds to ``y_NO`` (the base's product), in place, each tile's ``scale · (x Aᵀ) Bᵀ`` at every site."""
-    if not adapters.classes:
-        return
-    from descant.model import decode_lora  # Triton: only where it is used
+    for entry in adapters:
+        from descant.model import decode_lora  # Triton: only where it is used
 
-    for entry in adapters.classes:
-        decode_lora.add(
-            x_NI, y_NO, entry.slab, entry.offsets[sites], entry.tiles_C4, entry.rank_class, entry.row, widths
+        decode_lora.add(x_NI, y_NO, entry, entry.offsets[sites], widths)
+
+
+def tiles(
+    segments: Iterable[tuple[int, int, RowRef]], bank: AdapterBank, tile_rows: int
+) -> dict[int, list[tuple[int, int, int, int]]]:
+    """``TileClass.tiles_C4`` of each rank class, for rows ``start:end`` of one adapter each."""
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    for start, end, row in segments:
+        scale = int(np.float32(SCALE_NUMERATOR / bank.lora(row).rank).view(np.int32))
+        found.setdefault(row.rank_class, []).extend(
+            (first, min(first + tile_rows, end), row.slot, scale) for first in range(start, end, tile_rows)
         )
+    return found

@@ -1,6 +1,6 @@
-"""Adapters in a decode step on CUDA: two Triton kernels a product, whatever the number of adapters.
+"""Adapters in steps over the KV pages on CUDA: two Triton kernels a product, whatever the number of adapters.
 
-Rows are sorted by adapter and cut into tiles of at most ``TILE_ROWS`` rows of one adapter. ``_shrink`` makes the
+Rows are sorted by adapter and cut into tiles of one adapter (``TileClass``). ``_shrink`` makes the
 rank-wide intermediates of a tile in parts of the input features, ``_expand`` adds the parts and their product with B in
 place. No program ever reads another adapter's weights for a row, so nothing of one tenant (a NaN) reaches another.
 
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from descant.model.decode import TILE_ROWS
+from descant.model.decode import TILE_ROWS, TileClass
 
 MAX_SITES = 3
 MAX_PARTS = 16
@@ -155,45 +155,40 @@ def _begins_early(device: torch.device) -> bool:
 
 
 def add(
-    x_NI: torch.Tensor,
-    y_NO: torch.Tensor,
-    slab: torch.Tensor,
-    offsets_S2: torch.Tensor,
-    tiles_C4: torch.Tensor,
-    rank: int,
-    row: int,
-    widths: Sequence[int],
+    x_NI: torch.Tensor, y_NO: torch.Tensor, adapters: TileClass, offsets_S2: torch.Tensor, widths: Sequence[int]
 ) -> None:
-    """One class of ``decode.add_adapters``."""
+    """One class of ``decode.add_adapters``. ``offsets_S2``: of this product's sites."""
     if x_NI.stride(1) != 1:
         x_NI = x_NI.contiguous()
     num_rows, num_in, num_sites = len(x_NI), x_NI.shape[1], len(widths)
+    rank, num_tiles = adapters.rank_class, len(adapters.tiles_C4)
     early = _begins_early(x_NI.device)
     wide = x_NI.dtype == torch.float32
     options = {
         "R": rank,
         "BLOCK_R": max(16, rank),
-        "ROWS": TILE_ROWS,
+        "ROWS": adapters.tile_rows,
         "IEEE": wide,
         "EARLY": early,
         "num_warps": 4,
         **({"launch_pdl": True} if early else {}),
     }
     block_i = 128 if rank <= 32 else max(16, 4096 // rank) if wide else 64
-    part = 256
-    while triton.cdiv(num_in, part) > min(MAX_PARTS, PART_NUMBERS // rank):
+    # A few rows do not fill the device unless their input is computed in parts.
+    part, most = 256, min(MAX_PARTS, PART_NUMBERS // rank) if adapters.tile_rows == TILE_ROWS else 1
+    while triton.cdiv(num_in, part) > most:
         part *= 2
     parts = triton.cdiv(num_in, part)
     h = x_NI.new_empty(num_sites, parts, num_rows, rank, dtype=torch.float32)
-    _shrink[(parts, num_sites, len(tiles_C4))](
+    _shrink[(parts, num_sites, num_tiles)](
         x_NI,
-        slab,
+        adapters.slab,
         offsets_S2,
-        tiles_C4,
+        adapters.tiles_C4,
         h,
         num_in,
         num_rows,
-        row,
+        adapters.row,
         x_NI.stride(0),
         BLOCK_I=block_i,
         PART=part,
@@ -201,15 +196,15 @@ def add(
         **options,
     )
     block_o = 128 if rank <= 64 else 64
-    _expand[(sum(triton.cdiv(width, block_o) for width in widths), len(tiles_C4))](
+    _expand[(sum(triton.cdiv(width, block_o) for width in widths), num_tiles)](
         h,
-        slab,
+        adapters.slab,
         offsets_S2,
-        tiles_C4,
+        adapters.tiles_C4,
         y_NO,
         parts,
         num_rows,
-        row,
+        adapters.row,
         y_NO.stride(0),
         *widths,
         *[0] * (MAX_SITES - num_sites),

@@ -487,12 +487,8 @@ def _paged_linear_op(
     sites: torch.Tensor,
     widths: list[int],
 ) -> torch.Tensor:
-    adapters = decode.PAGED_STEPS[handle].adapters
-    if isinstance(adapters, LoraPass):
-        return lora_linear(x_TI, weight_OI, bias_O, sites.tolist(), widths, adapters, want_saved=False)[0]
     y_TO = F.linear(x_TI, weight_OI, bias_O)
-    if adapters is not None:
-        decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, adapters)
+    decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, decode.PAGED_STEPS[handle].adapters)
     return y_TO
 
 

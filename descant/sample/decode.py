@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,9 @@ from descant.model import decode
 from descant.model.bank import RANK_CLASSES
 from descant.model.base import WARM_UP_TOKENS, BaseModel
 from descant.model.lora import LoraPass
-from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass, RowRef
+from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass, RowRef, to_device
 from descant.sample.chance import uniforms
 from descant.sample.scheduler import SequenceStep
-from descant.types import SCALE_NUMERATOR
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class DecodeGraphs:
     ) -> tuple[torch.Tensor, LoraPass | None]:
         """``BaseModel.trunk`` of a pass with KV pages and without a backward, through the compiled layers."""
         lora = LoraPass.of(pass_, self._model.bank)
-        step = decode.PagedStep(attention=pass_, adapters=lora)
+        step = decode.PagedStep(attention=pass_, adapters=self._prefill_adapters(pass_))
         if self._compiled and self._compiles_prefill:
             with self._compiled_layers():
                 try:
@@ -190,6 +190,29 @@ class DecodeGraphs:
                     self._give_up_compiling(error)
         with self._model.eager():
             return self._model.paged_trunk(tokens_T, positions_T, step), lora
+
+    def _prefill_adapters(self, pass_: Pass) -> tuple[decode.TileClass, ...]:
+        # Exact float32 products of so many rows at once would not fit the registers, nor would those of large ranks.
+        large = self._model.dtype is not torch.float32 and all(s.row.rank_class <= 64 for s in pass_.segments)
+        tile_rows = decode.PREFILL_TILE_ROWS if large else decode.TILE_ROWS
+        segments = [(segment.start, segment.end, segment.row) for segment in pass_.segments]
+        found = decode.tiles(segments, self._model.bank, tile_rows)
+        return tuple(
+            self._tile_class(
+                rank_class, to_device(torch.tensor(tiles, dtype=torch.int32), self._model.device), tile_rows
+            )
+            for rank_class, tiles in found.items()
+        )
+
+    def _tile_class(self, rank_class: int, tiles_C4: torch.Tensor, tile_rows: int) -> decode.TileClass:
+        return decode.TileClass(
+            rank_class=rank_class,
+            slab=self._model.bank.work_slab(rank_class).view(-1),
+            row=self._model.bank.layout(rank_class).row,
+            tiles_C4=tiles_C4,
+            tile_rows=tile_rows,
+            offsets=self._site_offsets(rank_class),
+        )
 
     def _give_up_compiling(self, error: RuntimeError) -> None:
         if isinstance(error, torch.cuda.OutOfMemoryError):
@@ -246,20 +269,15 @@ class DecodeGraphs:
         return Flight(sequences, rows, captured, stage.result.numpy(), stage.done, ahead=before is not None)
 
     def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
-        tiles: dict[int, list[tuple[int, int, int, int]]] = {}
+        segments: list[tuple[int, int, RowRef]] = []
         start = 0
-        while start < len(rows):
-            row, end = rows[start], start + 1
-            while end < len(rows) and rows[end] == row and end - start < decode.TILE_ROWS:
-                end += 1
+        for row, run in groupby(rows):
+            end = start + len(list(run))
             if row is not None:
-                scale = SCALE_NUMERATOR / self._model.bank.lora(row).rank
-                bits = int(np.float32(scale).view(np.int32))
-                tiles.setdefault(row.rank_class, []).append((start, end, row.slot, bits))
+                segments.append((start, end, row))
             start = end
         sizes = []
-        for rank_class in sorted(tiles):
-            found = tiles[rank_class]
+        for rank_class, found in sorted(decode.tiles(segments, self._model.bank, decode.TILE_ROWS).items()):
             room = MIN_TILES
             while room < len(found):
                 room *= 2
@@ -323,15 +341,9 @@ class DecodeGraphs:
             self._calls = [torch.compile(layer.forward, dynamic=self._compiles_prefill) for layer in self._layers]
         return _Calls(self._layers, self._calls, max_programs=MAX_PROGRAMS)
 
-    def _classes(self, key: _Key) -> tuple[decode.DecodeClass, ...]:
+    def _classes(self, key: _Key) -> tuple[decode.TileClass, ...]:
         return tuple(
-            decode.DecodeClass(
-                rank_class=rank_class,
-                slab=self._model.bank.work_slab(rank_class).view(-1),
-                row=self._model.bank.layout(rank_class).row,
-                tiles_C4=self._device.fields[f"adapters{rank_class}"][:room],
-                offsets=self._site_offsets(rank_class),
-            )
+            self._tile_class(rank_class, self._device.fields[f"adapters{rank_class}"][:room], decode.TILE_ROWS)
             for rank_class, room in key.tiles
         )
 
@@ -350,7 +362,7 @@ class DecodeGraphs:
         from descant.sample.draw_kernel import draw_rows  # Triton: only where it is used
 
         model, fields, num_rows = self._model, self._device.fields, key.rows
-        adapters = decode.DecodeAdapters(classes=self._classes(key))
+        adapters = self._classes(key)
         step = decode.PagedStep(
             attention=decode.DecodePass(
                 table_NW=fields["table"][:num_rows],
