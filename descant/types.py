@@ -421,6 +421,8 @@ class EngineCapabilities:
     prompt_logprobs: bool = True
     max_topk_prompt_logprobs: int = 20
     max_num_samples: int = 1024
+    max_running: int = 64
+    """Sequences decoding at once."""
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from descant.model.base import BaseModel
 from descant.model.lora import LoraPass
 from descant.model.passes import KVPass, Pass, RowRef, Segment
 from descant.sample.chance import uniform
-from descant.sample.decode import DecodeGraphs, Flight, table_width
+from descant.sample.decode import BUCKETS, DecodeGraphs, Flight, table_width
 from descant.sample.draw import RowParams, draw, score
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
 from descant.types import Version
@@ -41,8 +41,9 @@ class Sampler:
     Gradients are off, but never by ``inference_mode``: a row made under it could not be trained any more.
     """
 
-    def __init__(self, model: BaseModel, *, num_pages: int, compile_decode: bool = True):
-        """Allocates the KV pool. ``compile_decode``: see ``DecodeGraphs``."""
+    def __init__(self, model: BaseModel, *, num_pages: int, max_rows: int = BUCKETS[-1], compile_decode: bool = True):
+        """Allocates the KV pool. ``max_rows``: sequences that decode at once, usually. ``compile_decode``: see
+        ``DecodeGraphs``."""
         self._model = model
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
@@ -54,11 +55,17 @@ class Sampler:
                 self._pool,
                 dummy_page=num_pages,
                 table_width=table_width(model, num_pages),
+                max_rows=max_rows,
                 compiled=compile_decode,
             )
         else:
             self._pool = model.make_kv_pool(num_pages)
             model.pack_weights()
+
+    def warm_up(self) -> None:
+        """What the first requests would wait for otherwise: compiling and capturing, on CUDA."""
+        if self._decode is not None:
+            self._decode.warm_up()
 
     def acquire(self, version: Version | None) -> None:
         """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
@@ -165,7 +172,8 @@ class Sampler:
             starts.append(len(tokens))
             tokens += sequence.tokens
             positions += range(sequence.context, sequence.context + len(sequence.tokens))
-        hidden_TD, lora = self._model.trunk(
+        trunk = self._model.trunk if self._decode is None else self._decode.prefill
+        hidden_TD, lora = trunk(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self._pass(sequences)
         )
         outputs = self._draw(sequences, starts, hidden_TD, lora)
