@@ -60,6 +60,7 @@ class BaseModel:
         self.compiled = False
         """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
         self._has_graphs = False
+        self._is_warm = False
         self._decoder = decoder
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -86,7 +87,7 @@ class BaseModel:
         compiled = self.compiled and pass_.kv is None and lora is not None
         self.channel.current = lora
         try:
-            with nullcontext() if compiled else self.eager():
+            with _unguarded() if compiled and self._is_warm else self.eager() if not compiled else nullcontext():
                 hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
         finally:
             self.channel.current = self.channel.given = None
@@ -122,6 +123,7 @@ class BaseModel:
             logger.warning("%s runs without torch.compile, which failed", self.facts.name, exc_info=True)
             self.compiled = self.head.compiled = False
         else:
+            self._is_warm = True
             logger.info("%s compiled in %.0f s", self.facts.name, time.monotonic() - start)
 
     def _warm_up_pass(self) -> None:
@@ -177,6 +179,12 @@ class BaseModel:
 
             self._tokenizer = AutoTokenizer.from_pretrained(self.directory)
         return self._tokenizer
+
+
+def _unguarded() -> AbstractContextManager[object]:
+    """While it lasts, the graphs that are there are taken without asking whether they still hold (a tenth of the host's
+    time for a layer): nothing that they rest on changes after the warm-up, but for whether grad is enabled."""
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 class _Hold(torch.autograd.Function):

@@ -29,6 +29,7 @@ from descant.errors import UserError
 from descant.model import attention, selfcheck
 from descant.model.bank import AdapterBank, LoraSite
 from descant.model.base import BaseModel
+from descant.model.fused import fuse
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, MultiLoraLinear
 from descant.types import ModelFacts
@@ -210,6 +211,8 @@ def load_model(
         compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
     if compile or device.type == "cuda":
         _join_linears(network)
+        if device.type == "cuda" and dtype is not torch.float32:
+            fuse(network)
         model.speed_up(model.layers if compile else ())
     return model
 

@@ -419,6 +419,16 @@ class MultiLoraLinear(nn.Module):
             y_TO = outputs[self._position]
         return y_TO.view(*x.shape[:-1], self.site.out_features)
 
+    def joined(self, x: torch.Tensor) -> torch.Tensor | None:
+        """[T, sum of widths]: what this layer and those joined with it make of ``x``, uncut. None where they are not
+        computed at once: nothing is joined behind this one, or the pass is none of training's."""
+        lora = self.channel.current
+        if self._joint is None or self._position > 0 or lora is None or isinstance(lora, decode.DecodeAdapters):
+            return None
+        if not (torch.compiler.is_compiling() or any(lora.trained(site) for site in self.sites)):
+            return None
+        return self._output(x, *self._joint, lora)
+
     def _base_alone(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and packed.serves(self.packed, x):
             return packed.linear(x, self.packed, self.bias)
