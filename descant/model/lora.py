@@ -82,6 +82,7 @@ class _Run:
         self.start, self.end = segments[0].start, segments[-1].end
         self._group_tensors: _GroupTensors | None = None
         self._tiles: Tiles | None = None
+        self._narrow: dict[int, Sites | None] = {}
         self._is_even: bool | None = None
 
     def trained(self, sites: Sequence[int]) -> bool:
@@ -105,9 +106,14 @@ class _Run:
 
     def narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
         """Where they lie, if the kernels for narrow ranks serve: a class up to 64, not a vocabulary."""
-        layout = self.slabs.layout
         if not self.slabs.has_kernels:
             return None
+        if sites[0] not in self._narrow:  # a layer's sites are always the same
+            self._narrow[sites[0]] = self._find_narrow(sites, widths)
+        return self._narrow[sites[0]]
+
+    def _find_narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
+        layout = self.slabs.layout
         from descant.model.lora_kernels import MAX_FEATURES, MAX_RANK, MAX_SITES, Sites
 
         if layout.rank_class > MAX_RANK or len(sites) > MAX_SITES or max(widths) > MAX_FEATURES:

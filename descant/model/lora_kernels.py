@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from descant.model.launch import Kernel
 from descant.model.passes import to_device
 
 MAX_SITES = 3
@@ -49,11 +50,6 @@ class Sites:
     b_offsets: tuple[int, ...]
     widths: tuple[int, ...]
     rank: int
-
-    def padded(self) -> tuple[tuple[int, int, int], tuple[int, int, int], tuple[int, int, int]]:
-        """A's, B's and widths of exactly three sites."""
-        a, b, widths = ((*x, *[0] * (MAX_SITES - len(x))) for x in (self.a_offsets, self.b_offsets, self.widths))
-        return a, b, widths  # type: ignore[return-value]
 
 
 @triton.jit
@@ -215,53 +211,59 @@ def _outer(  # type: ignore[no-untyped-def]
         tl.atomic_add(cells, sum0, mask=mask_g, sem="relaxed")
 
 
+BLOCK = 128
+BLOCK_K = 64
+
+_SHRINK = Kernel(_shrink, num_warps=4, num_stages=4)
+_PULL = Kernel(_pull, num_warps=4, num_stages=4)
+_EXPAND = Kernel(_expand, num_warps=4, num_stages=1)
+_PUSH = Kernel(_push, num_warps=4, num_stages=1)
+_OUTER = Kernel(_outer, num_warps=4, num_stages=4)
+
+
 def shrink(x_TI: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
     """[T, S · R]: every token's scaled products with the A's of its adapter."""
-    num_sites, rank, a = len(sites.widths), sites.rank, sites.padded()[0]
+    num_in, num_sites, rank = x_TI.shape[1], len(sites.widths), sites.rank
     h_TR = x_TI.new_empty(len(x_TI), num_sites * rank)
-    _shrink[(len(tiles.tiles_C4),)](
-        x_TI, x_TI.stride(0), slab_SP, slab_SP.shape[1], *a, tiles.tiles_C4, h_TR,
-        IN=x_TI.shape[1], R=rank, BLOCK_R=max(16, rank), S=num_sites, BLOCK_T=TILE_TOKENS,
-        BLOCK_K=128 if num_sites * rank <= 64 else 64, num_warps=4, num_stages=4,
-    )  # fmt: skip
+    _SHRINK(
+        (len(tiles.tiles_C4), 1),
+        (x_TI, x_TI.stride(0), slab_SP, slab_SP.shape[1], *_three(sites.a_offsets), tiles.tiles_C4, h_TR),
+        (num_in, rank, max(16, rank), num_sites, TILE_TOKENS, BLOCK_K),
+    )
     return h_TR
 
 
 def expand(h_TR: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
     """[T, sum of widths]"""
-    _, b, (o0, o1, o2) = sites.padded()
-    block = 128
     y_TO = h_TR.new_empty(len(h_TR), sum(sites.widths))
-    _expand[(sum(triton.cdiv(width, block) for width in sites.widths), len(tiles.tiles_C4))](
-        h_TR, slab_SP, slab_SP.shape[1], *b, tiles.tiles_C4, y_TO,
-        O0=o0, O1=o1, O2=o2, R=sites.rank, BLOCK_R=max(16, sites.rank), S=len(sites.widths), BLOCK_T=TILE_TOKENS,
-        BLOCK_O=block, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    _EXPAND(
+        (_blocks(sites.widths), len(tiles.tiles_C4)),
+        (h_TR, slab_SP, slab_SP.shape[1], *_three(sites.b_offsets), tiles.tiles_C4, y_TO),
+        (*_three(sites.widths), sites.rank, max(16, sites.rank), len(sites.widths), TILE_TOKENS, BLOCK),
+    )
     return y_TO
 
 
 def pull(dy_TO: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
     """[T, S · R]: every token's scaled products with the B's of its adapter, transposed."""
-    _, b, (o0, o1, o2) = sites.padded()
     num_sites, rank = len(sites.widths), sites.rank
     dh_TR = dy_TO.new_empty(len(dy_TO), num_sites * rank)
-    _pull[(len(tiles.tiles_C4), num_sites)](
-        dy_TO, dy_TO.stride(0), slab_SP, slab_SP.shape[1], *b, tiles.tiles_C4, dh_TR,
-        O0=o0, O1=o1, O2=o2, R=rank, BLOCK_R=max(16, rank), S=num_sites, BLOCK_T=TILE_TOKENS, BLOCK_K=128,
-        num_warps=4, num_stages=4,
-    )  # fmt: skip
+    _PULL(
+        (len(tiles.tiles_C4), num_sites),
+        (dy_TO, dy_TO.stride(0), slab_SP, slab_SP.shape[1], *_three(sites.b_offsets), tiles.tiles_C4, dh_TR),
+        (*_three(sites.widths), rank, max(16, rank), num_sites, TILE_TOKENS, BLOCK_K),
+    )
     return dh_TR
 
 
 def push(dh_TR: torch.Tensor, in_features: int, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
     """[T, I]: dX of the adapters."""
-    block = 128
     dx_TI = dh_TR.new_empty(len(dh_TR), in_features)
-    _push[(triton.cdiv(in_features, block), len(tiles.tiles_C4))](
-        dh_TR, slab_SP, slab_SP.shape[1], *sites.padded()[0], tiles.tiles_C4, dx_TI,
-        IN=in_features, R=sites.rank, BLOCK_R=max(16, sites.rank), S=len(sites.widths), BLOCK_T=TILE_TOKENS,
-        BLOCK_I=block, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    _PUSH(
+        (_blocks((in_features,)), len(tiles.tiles_C4)),
+        (dh_TR, slab_SP, slab_SP.shape[1], *_three(sites.a_offsets), tiles.tiles_C4, dx_TI),
+        (in_features, sites.rank, max(16, sites.rank), len(sites.widths), TILE_TOKENS, BLOCK),
+    )
     return dx_TI
 
 
@@ -275,17 +277,24 @@ def add_gradients(
     sites: Sites,
 ) -> None:
     """dA and dB of every segment that has a gradient row, added to it in float32."""
-    a, b, (o0, o1, o2) = sites.padded()
-    num_spans, block, rank = len(tiles.spans_N4), 128, sites.rank
     for wide, narrow, offsets, features, shared in (
-        (x_TI, dh_TR, a, (x_TI.shape[1], 0, 0), True),
-        (dy_TO, h_TR, b, (o0, o1, o2), False),
+        (x_TI, dh_TR, sites.a_offsets, (x_TI.shape[1],), True),
+        (dy_TO, h_TR, sites.b_offsets, sites.widths, False),
     ):
-        _outer[(sum(triton.cdiv(each, block) for each in features), num_spans)](
-            wide, wide.stride(0), narrow, gradient_SP, gradient_SP.shape[1], *offsets, tiles.spans_N4,
-            F0=features[0], F1=features[1], F2=features[2], R=rank, BLOCK_R=max(16, rank), S=len(sites.widths),
-            SHARED=shared, BLOCK_T=64, BLOCK_F=block, num_warps=4, num_stages=4,
-        )  # fmt: skip
+        _OUTER(
+            (_blocks(features), len(tiles.spans_N4)),
+            (wide, wide.stride(0), narrow, gradient_SP, gradient_SP.shape[1], *_three(offsets), tiles.spans_N4),
+            (*_three(features), sites.rank, max(16, sites.rank), len(sites.widths), shared, 64, BLOCK),
+        )
+
+
+def _three(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Of sites that are not there, 0."""
+    return numbers + (0,) * (MAX_SITES - len(numbers))
+
+
+def _blocks(widths: tuple[int, ...]) -> int:
+    return sum(-(-width // BLOCK) for width in widths)
 
 
 def make_tiles(segments: Sequence[tuple[int, int, int, float, int | None]], device: torch.device) -> Tiles:

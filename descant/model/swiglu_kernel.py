@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from descant.model.launch import Kernel
+
 BLOCK = 1024
 
 
@@ -38,11 +40,15 @@ def _swiglu_backward(grad, joined, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
     tl.store(out + at + WIDTH, (dy * gate * sigmoid).to(out.dtype.element_ty), mask=own)
 
 
+_SWIGLU = Kernel(_swiglu, num_warps=4, num_stages=3)
+_SWIGLU_BACKWARD = Kernel(_swiglu_backward, num_warps=4, num_stages=3)
+
+
 def swiglu(joined: torch.Tensor) -> torch.Tensor:
     """[T, 2 I] → [T, I]"""
     num_tokens, width = len(joined), joined.shape[1] // 2
     out = joined.new_empty(num_tokens, width)
-    _swiglu[_grid(num_tokens, width)](joined, out, WIDTH=width, BLOCK=BLOCK, num_warps=4)
+    _SWIGLU(_grid(num_tokens, width), (joined, out), (width, BLOCK))
     return out
 
 
@@ -50,9 +56,9 @@ def swiglu_backward(grad: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
     """[T, I], [T, 2 I] → [T, 2 I]"""
     num_tokens, width = grad.shape
     out = torch.empty_like(joined)
-    _swiglu_backward[_grid(num_tokens, width)](grad, joined, out, WIDTH=width, BLOCK=BLOCK, num_warps=4)
+    _SWIGLU_BACKWARD(_grid(num_tokens, width), (grad, joined, out), (width, BLOCK))
     return out
 
 
 def _grid(num_tokens: int, width: int) -> tuple[int, int]:
-    return num_tokens, triton.cdiv(width, BLOCK)
+    return num_tokens, -(-width // BLOCK)
