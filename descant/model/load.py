@@ -26,7 +26,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from descant.errors import UserError
-from descant.model import attention, selfcheck
+from descant.model import attention, recompute, selfcheck
 from descant.model.bank import AdapterBank, LoraSite
 from descant.model.base import BaseModel
 from descant.model.fused import fuse
@@ -209,6 +209,7 @@ def load_model(
     if compile is None:
         has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
         compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
+    recompute.attach(model.layers, model.channel)
     if compile or device.type == "cuda":
         _join_linears(network)
         if device.type == "cuda" and dtype is not torch.float32:

@@ -327,10 +327,12 @@ class LoraChannel:
     forward and kept in the autograd context: on CUDA, backward runs in another thread, where no context variable is
     seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call.
 
+    ``recomputed``: how many of the first decoder layers keep no activations (``model.recompute``).
     ``given``: an input that several layers share, and the outputs that wait for them (see ``MultiLoraLinear``).
     """
 
     current: LoraPass | decode.DecodeAdapters | None = None
+    recomputed: int = 0
     given: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
 
@@ -460,7 +462,7 @@ class MultiLoraLinear(nn.Module):
             return recorded
         if torch.compiler.is_compiling():
             scored: torch.Tensor = torch.ops.descant.lora_linear(
-                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths
+                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths, False
             )
             return scored
         y_TO, _ = lora_linear(
@@ -486,7 +488,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.widths = widths
         if torch.compiler.is_compiling():
             ctx.save_for_backward(x_TI, weight_OI, handle, sites)
-            y_TO: torch.Tensor = torch.ops.descant.lora_linear(x_TI, weight_OI, bias_O, handle, sites, widths)
+            y_TO: torch.Tensor = torch.ops.descant.lora_linear(x_TI, weight_OI, bias_O, handle, sites, widths, True)
             return y_TO
         ctx.lora = LORA_PASSES[handle]
         y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, sites.tolist(), widths, ctx.lora)
@@ -515,10 +517,13 @@ def _linear_op(
     handle: torch.Tensor,
     sites: torch.Tensor,
     widths: list[int],
+    keep: bool,
 ) -> torch.Tensor:
+    """``keep``: what the backward needs stays with the pass."""
     lora, indices = LORA_PASSES[handle], sites.tolist()
-    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora)
-    lora.keep(indices, saved)
+    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora, want_saved=keep)
+    if keep:
+        lora.keep(indices, saved)
     return y_TO
 
 
@@ -539,7 +544,8 @@ def _linear_backward_op(
 
 _LIBRARY = torch.library.Library("descant", "FRAGMENT")
 _LIBRARY.define(
-    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths, bool keep) "
+    "-> Tensor"
 )
 _LIBRARY.define(
     "lora_linear_backward(Tensor x, Tensor dy, Tensor weight, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
