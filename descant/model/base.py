@@ -67,7 +67,6 @@ class BaseModel:
         self.activations: Activations | None = None
         """What passes keep for their backward, as the warm-up found; None: unknown, nothing is recomputed."""
         self._has_graphs = False
-        self._is_warm = False
         self._decoder = decoder
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -95,7 +94,7 @@ class BaseModel:
         self.channel.current = lora
         self.channel.recomputed = self._recomputed_layers(pass_.num_tokens) if torch.is_grad_enabled() else 0
         try:
-            with _unguarded() if compiled and self._is_warm else self.eager() if not compiled else nullcontext():
+            with nullcontext() if compiled else self.eager():
                 hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
         finally:
             self.channel.current = self.channel.given = None
@@ -140,7 +139,6 @@ class BaseModel:
             logger.warning("%s runs without torch.compile, which failed", self.facts.name, exc_info=True)
             self.compiled = self.head.compiled = False
         else:
-            self._is_warm = True
             logger.info("%s compiled in %.0f s", self.facts.name, time.monotonic() - start)
 
     def _warm_up_pass(self) -> None:
@@ -220,12 +218,6 @@ class BaseModel:
 
             self._tokenizer = AutoTokenizer.from_pretrained(self.directory)
         return self._tokenizer
-
-
-def _unguarded() -> AbstractContextManager[object]:
-    """While it lasts, the graphs that are there are taken without asking whether they still hold (a tenth of the host's
-    time for a layer): nothing that they rest on changes after the warm-up, but for whether grad is enabled."""
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 class _Hold(torch.autograd.Function):

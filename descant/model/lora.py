@@ -105,7 +105,7 @@ class _Run:
         return self._is_even
 
     def narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
-        """Where they lie, if the kernels for narrow ranks serve: a class up to 64, not a vocabulary."""
+        """Where they lie, if the kernels for narrow ranks serve."""
         if not self.slabs.has_kernels:
             return None
         if sites[0] not in self._narrow:  # a layer's sites are always the same
@@ -114,9 +114,9 @@ class _Run:
 
     def _find_narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
         layout = self.slabs.layout
-        from descant.model.lora_kernels import MAX_FEATURES, MAX_RANK, MAX_SITES, Sites
+        from descant.model.lora_kernels import MAX_RANK, MAX_SITES, Sites
 
-        if layout.rank_class > MAX_RANK or len(sites) > MAX_SITES or max(widths) > MAX_FEATURES:
+        if layout.rank_class > MAX_RANK or len(sites) > MAX_SITES:
             return None
         return Sites(
             a_offsets=tuple(layout.a_offset[site] for site in sites),

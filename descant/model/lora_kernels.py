@@ -26,7 +26,10 @@ MAX_RANK = 64
 """Of larger classes the library's grouped products are as fast."""
 
 MAX_FEATURES = 32768
-"""A program of ``pull`` runs through all of a site's: over a vocabulary there would be too few programs."""
+"""Up to so many a program of ``pull`` runs through all of a site's. Over a vocabulary there would be too few programs:
+each takes a part of ``PART_FEATURES``, and the parts are added up in float32."""
+
+PART_FEATURES = 8192
 
 TILE_TOKENS = 64
 SPAN_TOKENS = 1024
@@ -89,9 +92,9 @@ def _shrink(  # type: ignore[no-untyped-def]
 def _pull(  # type: ignore[no-untyped-def]
     dy, dy_stride, slab, row, b0, b1, b2, tiles, dh,
     O0: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    tile, site = tiles + tl.program_id(0) * 4, tl.program_id(1)
+    tile, site, part = tiles + tl.program_id(0) * 4, tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2).to(tl.int64)
     scale = tl.load(tile + 3).to(tl.float32, bitcast=True)
     first = tl.where(site == 0, 0, tl.where(site == 1, O0, O0 + O1))
@@ -101,13 +104,16 @@ def _pull(  # type: ignore[no-untyped-def]
     at_dy = dy + t[:, None].to(tl.int64) * dy_stride + tl.multiple_of(first, 8) + k[None, :]
     own, own_r = (t < end)[:, None], (r < R)[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for done in range(0, features, BLOCK_K):
+    for done in range(part * PART, min(features, part * PART + PART), BLOCK_K):
         inside = k < features - done
         dys = tl.load(at_dy + done, mask=own & inside[None, :], other=0.0)
         weights = tl.load(b + (done + k)[:, None] * R + r[None, :], mask=own_r & inside[:, None], other=0.0)
         total += tl.dot(dys, weights)
     at_dh = dh + t[:, None] * (S * R) + site * R + r[None, :]
-    tl.store(at_dh, (scale * total).to(dh.dtype.element_ty), mask=own & own_r)
+    if PARTS > 1:
+        tl.atomic_add(at_dh, scale * total, mask=own & own_r, sem="relaxed")
+    else:
+        tl.store(at_dh, (scale * total).to(dh.dtype.element_ty), mask=own & own_r)
 
 
 @triton.jit
@@ -246,14 +252,25 @@ def expand(h_TR: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites
 
 def pull(dy_TO: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
     """[T, S · R]: every token's scaled products with the B's of its adapter, transposed."""
-    num_sites, rank = len(sites.widths), sites.rank
-    dh_TR = dy_TO.new_empty(len(dy_TO), num_sites * rank)
+    num_sites, rank, widest = len(sites.widths), sites.rank, max(sites.widths)
+    parts = 1 if widest <= MAX_FEATURES else -(-widest // PART_FEATURES)
+    shape = (len(dy_TO), num_sites * rank)
+    dh_TR = dy_TO.new_empty(shape) if parts == 1 else dy_TO.new_zeros(shape, dtype=torch.float32)
     _PULL(
-        (len(tiles.tiles_C4), num_sites),
+        (len(tiles.tiles_C4), num_sites * parts),
         (dy_TO, dy_TO.stride(0), slab_SP, slab_SP.shape[1], *_three(sites.b_offsets), tiles.tiles_C4, dh_TR),
-        (*_three(sites.widths), rank, max(16, rank), num_sites, TILE_TOKENS, BLOCK_K),
+        (
+            *_three(sites.widths),
+            rank,
+            max(16, rank),
+            num_sites,
+            TILE_TOKENS,
+            BLOCK_K,
+            parts,
+            PART_FEATURES if parts > 1 else widest,
+        ),
     )
-    return dh_TR
+    return dh_TR.to(dy_TO.dtype)
 
 
 def push(dh_TR: torch.Tensor, in_features: int, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:

@@ -24,9 +24,15 @@ SEGMENTS = [  # first token, end, work slot, scale, gradient slot
 NUM_TOKENS = 203
 
 
+@pytest.mark.parametrize("max_features", [None, 64])
 @pytest.mark.parametrize("rank", [8, 16, 64])
 @pytest.mark.parametrize(("num_in", "widths"), [(136, (40,)), (72, (136, 24, 32)), (64, (128, 128))])
-def test_they_equal_plain_products(rank: int, num_in: int, widths: tuple[int, ...]) -> None:
+def test_they_equal_plain_products(
+    rank: int, num_in: int, widths: tuple[int, ...], max_features: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if max_features is not None:  # wider outputs are then taken in parts
+        monkeypatch.setattr(lora_kernels, "MAX_FEATURES", max_features)
+        monkeypatch.setattr(lora_kernels, "PART_FEATURES", max_features)
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
 
