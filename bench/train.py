@@ -115,7 +115,7 @@ def lora_params(model: BaseModel, rank: int) -> int:
 
 
 def set_mode(model: BaseModel, mode: str) -> None:
-    model.compiled = model.head.compiled = mode == "compiled"
+    model.compiled = mode == "compiled"
 
 
 def profile(run: Callable[[], None], file: Path) -> None:
