@@ -288,7 +288,7 @@ def _same_bits(in_features: int, out_features: int, rank_class: int, num_adapter
     expected_NO = y_NO.clone()
     for index, place in enumerate(places):
         row = slice(index, index + 1)
-        expected_NO[row].addmm_(x_NI[row] @ a_GRI[place].t(), b_GOR[place].t())
+        expected_NO[row].addmm_((x_NI @ a_GRI[place].t())[row], b_GOR[place].t())
     weights = _Weights(
         a=packed.reorder(a_GRI.flatten(0, 1)), b=(packed.reorder(b_GOR.transpose(0, 1).flatten(1).contiguous()),)
     )
