@@ -11,9 +11,10 @@ in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), o
 is for what the grouped product does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
-In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried up to 300 rows, 1 and 2
-threads), but alone it takes another path, whose sums differ from some 1,500 input features on (one output in 10,000 by
-one rounding); in fp32 so do fewer than 4 rows, by 1e-6. So few rows of ``x Aᵀ`` are filled up with zeros.
+In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried up to 300 rows, 1 and
+2 threads), but alone it takes another path, where one output in 10,000 (from some 1,500 input features on; of an
+adapter's second product one in 100,000) is rounded the other way; in fp32 fewer than 4 rows differ by 1e-6. So few rows
+are filled up with zeros.
 
 Legend: T tokens, I in, O out, R rank class, G adapters of a run.
 """
@@ -601,7 +602,10 @@ def lora_add(
             x_GLI = x_TI[tokens].view(num_groups, -1, x_TI.shape[1])
             y_GLO = y_TO[tokens].view(num_groups, -1, y_TO.shape[1])
             h_GLR = torch.bmm(_filled_up(x_GLI), a_GRI.transpose(1, 2))[:, : x_GLI.shape[1]]
-            y_GLO.baddbmm_(h_GLR, b_GOR.transpose(1, 2), alpha=run.segments[0].scale)
+            few_GLO = torch.baddbmm(
+                _filled_up(y_GLO), _filled_up(h_GLR), b_GOR.transpose(1, 2), alpha=run.segments[0].scale
+            )
+            y_GLO.copy_(few_GLO[:, : x_GLI.shape[1]])
 
 
 def _is_batched(lora: LoraPass, run: _Run, x_TI: torch.Tensor, sites: Sequence[int]) -> bool:
@@ -694,7 +698,11 @@ def _filled_up(x: torch.Tensor) -> torch.Tensor:
 def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> None:
     layout = slabs.layout
     b_OR = _view(slabs.work_SP, segment.work, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
-    y_TO[segment.start : segment.end].addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    y = y_TO[segment.start : segment.end]
+    if len(y) >= MIN_ROWS or y.is_cuda:
+        y.addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    else:
+        y.copy_(torch.addmm(_filled_up(y), _filled_up(h_TR), b_OR.t(), alpha=segment.scale)[: len(y)])
 
 
 def _segment_backward(
