@@ -175,7 +175,7 @@ def compare(
                 server.model, rank=RANK, seed=seed, train_unembed=False
             ).result()
             samplers.append(training.save_weights_and_get_sampling_client().result())
-        plain = service.create_sampling_client(base_model=server.model)
+        plain = service.create_sampling_client(base_model=server.model).result()
         params = types.SamplingParams(max_tokens=options.tokens, temperature=1.0, stop=[])
 
         def ours(clients: list[Any]) -> Callable[[int], int]:
