@@ -7,6 +7,7 @@ Legend: T tokens of the pass, B sequences, N sequences that draw, S scored token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ import torch
 
 from descant.errors import ServerError
 from descant.model.base import BaseModel
+from descant.model.flat import MAX_ROWS, FlatDecoder
 from descant.model.lora import LoraPass
 from descant.model.passes import KVPass, Pass, RowRef, Segment
 from descant.sample.chance import uniform
@@ -47,6 +49,7 @@ class Sampler:
         self._model = model
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
+        self._flat: FlatDecoder | None = None
         self._ahead: Flight | None = None
         if model.device.type == "cuda" and model.packable and not model.sharded:
             self._pool = model.make_kv_pool(num_pages + 1)
@@ -61,6 +64,8 @@ class Sampler:
         else:
             self._pool = model.make_kv_pool(num_pages)
             model.pack_weights()
+            if model.packable:
+                self._flat = FlatDecoder.of(model, self._pool)
 
     def warm_up(self) -> None:
         """What the first requests would wait for otherwise: compiling and capturing, on CUDA."""
@@ -91,9 +96,12 @@ class Sampler:
     @torch.no_grad()
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
-        packable), computes wanted logits only, samples, and returns in the plan's order."""
+        packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
+        and returns in the plan's order."""
         if self._decode is not None:
             outputs = self._run_graphs(self._decode, plan.sequences)
+        elif self._flat is not None:
+            outputs = self._run_flat(self._flat, plan.sequences)
         elif self._model.packable:
             outputs = self._run(sorted(plan.sequences, key=self._order))
         else:
@@ -163,6 +171,21 @@ class Sampler:
             for index, sequence in rows
         ]
 
+    def _run_flat(self, flat: FlatDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput] = []
+        decoding = sorted((s for s in sequences if _decodes(s)), key=self._order)
+        for first in range(0, len(decoding), MAX_ROWS):
+            part = decoding[first : first + MAX_ROWS]
+            logits_NV = flat.logits(
+                [s.tokens[0] for s in part],
+                [s.context for s in part],
+                [s.pages for s in part],
+                [self._row(s) for s in part],
+            )
+            outputs += _drawn(part, logits_NV)
+        others = sorted((s for s in sequences if not _decodes(s)), key=self._order)
+        return outputs + (self._run(others) if others else [])
+
     def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         device = self._model.device
         starts: list[int] = []
@@ -216,13 +239,8 @@ class Sampler:
             return outputs
         last = [starts[index] + len(sequences[index].tokens) - 1 for index in drawing]
         logits_NV = self._model.head.logits_at(hidden_TD, lora, torch.tensor(last))
-        tokens_N, logprobs_N = draw(logits_NV, [_params(sequences[index]) for index in drawing])
-        finite_N = logprobs_N.isfinite()
-        for index, token, logprob, finite in zip(
-            drawing, tokens_N.tolist(), logprobs_N.tolist(), finite_N.tolist(), strict=True
-        ):
-            changes = {"token": token, "logprob": logprob} if finite else {"error": NOT_FINITE}
-            outputs[index] = replace(outputs[index], **changes)
+        for index, output in zip(drawing, _drawn([sequences[index] for index in drawing], logits_NV)):
+            outputs[index] = output
         return outputs
 
     def _score(
@@ -248,6 +266,16 @@ class Sampler:
             if ids_SK is not None and top_SK is not None:
                 topk += [(tuple(i), tuple(p)) for i, p in zip(ids_SK.tolist(), top_SK.tolist(), strict=True)]
         return replace(output, scores=tuple(scores), topk=tuple(topk))
+
+
+def _drawn(sequences: Sequence[SequenceStep], logits_NV: torch.Tensor) -> list[SequenceOutput]:
+    tokens_N, logprobs_N = draw(logits_NV, [_params(sequence) for sequence in sequences])
+    return [
+        SequenceOutput(sequence=sequence.sequence, token=token, logprob=logprob)
+        if math.isfinite(logprob)
+        else SequenceOutput(sequence=sequence.sequence, token=None, logprob=0.0, error=NOT_FINITE)
+        for sequence, token, logprob in zip(sequences, tokens_N.tolist(), logprobs_N.tolist(), strict=True)
+    ]
 
 
 def _decodes(sequence: SequenceStep) -> bool:
