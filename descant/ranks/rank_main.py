@@ -111,7 +111,7 @@ def _built(spec: RankSpec, peers: Peers, send: Callable[[FromRank], None]) -> Wo
         send(StartFailed(error=ServerError(f"{type(error).__name__} while {last_phase}: {error}")))
         raise
     # What has been loaded stays: half a million objects, which Python would look through now and then otherwise, while
-    # every tenant waits (0.2 to 0.3 s).
+    # every tenant waits (some 0.3 s).
     gc.collect()
     gc.freeze()
     return worker
