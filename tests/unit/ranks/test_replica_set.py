@@ -648,7 +648,7 @@ async def test_moved_and_copied_adapters_are_the_same_on_real_ranks(tmp_path_fac
             await result(models[1].step())
         ref = await ephemeral(models[1])
         await both.publish(ref)
-        count = 3 * both._full if moves else 1
+        count = 3 * both.capabilities.max_running if moves else 1
 
         async def sample() -> Sampled:
             while True:  # as a client does
