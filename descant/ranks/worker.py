@@ -121,6 +121,7 @@ class Worker:
         model.bank.max_adapter_bytes = peers.least("adapter bytes", model.bank.max_adapter_bytes)
         self._num_pages = peers.least("pages", num_pages(model, settings))
         self._sampler = Sampler(model, num_pages=self._num_pages)
+        self.microbatch_tokens = peers.least("tokens of a pass", microbatch_tokens(model, settings))
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()
@@ -384,6 +385,19 @@ def num_pages(model: BaseModel, settings: RankSettings) -> int:
     paid = kv_bytes(settings, model) // (model.kv_bytes_per_token() * PAGE_TOKENS)
     longest = -(-model.facts.max_context_length // PAGE_TOKENS)
     return max(2, min(paid, longest * settings.max_running))
+
+
+PASS_TOKENS = (2048, 4096, 8192, 16384)
+"""Larger ones gain little, and a sampled token waits for one."""
+
+
+def microbatch_tokens(model: BaseModel, settings: RankSettings) -> int:
+    """Once the pages are taken: what adapters may take beside them is not there for activations."""
+    if settings.microbatch_tokens is not None:
+        return settings.microbatch_tokens
+    if model.activations is None or model.device.type != "cuda":
+        return PASS_TOKENS[0]
+    return model.activations.tokens_that_fit(model.free_bytes() - model.bank.max_adapter_bytes, PASS_TOKENS)
 
 
 def kv_bytes(settings: RankSettings, model: BaseModel) -> int:
