@@ -126,7 +126,6 @@ def _lead(worker: Worker, peers: Peers, spec: RankSpec, channel: RankChannel, bo
         team or worker,
         emit=channel.send,
         board=board,
-        microbatch_tokens=spec.settings.microbatch_tokens,
         steps_per_microbatch=spec.settings.steps_per_microbatch,
     )
     _listen(channel, loop.post)

@@ -28,8 +28,9 @@ class RankSettings:
     """How often it is looked whether adapters should move from a busy replica to an idle one."""
     num_threads: int | None = None
     """Threads of torch's own, in each replica; None: torch's choice (all cores), divided among replicas on a CPU."""
-    microbatch_tokens: int = 2048
-    """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most."""
+    microbatch_tokens: int | None = None
+    """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most. None: 2048
+    on a CPU, and on a CUDA device up to 16384, as many as fit its memory with nothing computed twice."""
     steps_per_microbatch: float = 4.0
     """Decode steps between two microbatches while both wait. At least 1, or tokens wait for several microbatches."""
     kv_bytes: int | None = None

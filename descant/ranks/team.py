@@ -56,6 +56,7 @@ class Team:
     def __init__(self, worker: Worker, peers: Peers):
         self.facts, self.capabilities = worker.facts, worker.capabilities
         self.num_ranks = peers.num_ranks
+        self.microbatch_tokens = worker.microbatch_tokens
         self._worker, self._peers = worker, peers
         self._untold: list[Turn] = []
         self._number = 0

@@ -125,6 +125,7 @@ class Worker:
         self.capabilities = EngineCapabilities(max_running=max_running)
         self._sampler = Sampler(model, num_pages=self._num_pages, max_rows=max_running)
         self._sampler.warm_up()
+        self.microbatch_tokens = peers.least("tokens of a pass", microbatch_tokens(model, settings))
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()
@@ -428,6 +429,19 @@ def sampling_sizes(model: BaseModel, settings: RankSettings) -> tuple[int, int, 
     longest = -(-model.facts.max_context_length // PAGE_TOKENS)
     step_tokens = STEP_TOKENS[kind] if settings.step_tokens is None else settings.step_tokens
     return max(2, min(paid, longest * max_running)), max_running, step_tokens
+
+
+PASS_TOKENS = (2048, 4096, 8192, 16384)
+"""Larger ones gain little, and a sampled token waits for one."""
+
+
+def microbatch_tokens(model: BaseModel, settings: RankSettings) -> int:
+    """Once the pages are taken: what adapters may take beside them is not there for activations."""
+    if settings.microbatch_tokens is not None:
+        return settings.microbatch_tokens
+    if model.activations is None or model.device.type != "cuda":
+        return PASS_TOKENS[0]
+    return model.activations.tokens_that_fit(model.free_bytes() - model.bank.max_adapter_bytes, PASS_TOKENS)
 
 
 def kv_bytes(settings: RankSettings, model: BaseModel) -> int:
