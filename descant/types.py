@@ -365,6 +365,9 @@ class SampleRequest:
     inflight: bool = False
 
 
+SamplerKind = Literal["snapshot", "inflight"]
+"""Of a sampling client: it keeps the weights it was made with, or follows its model's newest published ones."""
+
 StopReason = Literal["stop", "length"]
 
 

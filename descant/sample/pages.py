@@ -81,7 +81,7 @@ class PageAllocator:
             self._holders[page] += 1
 
     def drop(self, pages: Sequence[int]) -> None:
-        """One holder less for each. ``pages`` in a sequence's order: its last is of use to the fewest, and goes first."""
+        """One holder less for each. ``pages`` in a sequence's order: its last is of use to the fewest, goes first."""
         for page in reversed(pages):
             if self._holders[page] == 0:
                 raise RuntimeError(f"page {page} was dropped, but nobody holds it")

@@ -5,12 +5,12 @@ Owns requests, sequences and the page allocator; knows no tensor. ``plan`` makes
 
     waiting → running (prefill in chunks, then one token a step) → ended          preempted → waiting (recompute)
 
-**Prefixes are computed once.** A full page stays under a key (``pages``) when its sequence ends or is preempted, and is
-taken up by whoever begins with the same tokens and the same version: the samples of a prompt, the next turn of a
-conversation, the same sequence after a preemption. A sequence whose next page is being computed by another waits for it.
+**Prefixes are computed once.** A full page stays under a key (``pages``) when its sequence ends or is preempted, and
+is taken up by whoever begins with the same tokens and the same version: the samples of a prompt, the next turn of a
+conversation, the same sequence after a preemption. A sequence whose next page is being computed by another waits.
 
 **Versions.** A request stays with its version to the end, or, ``inflight``, moves to newer ones between two steps with
-its keys and values kept (``move``). What such a sequence computes from then on depends on both versions and is not kept.
+its keys and values kept (``move``). What such a sequence computes then depends on both versions, and is not kept.
 """
 
 from __future__ import annotations
