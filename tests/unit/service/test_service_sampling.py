@@ -15,8 +15,8 @@ from descant.types import (
     PromptScores,
     SampleDelta,
     SampleOutput,
-    SamplerKind,
     SampleRequest,
+    SamplerKind,
     SnapshotRef,
     Version,
 )
