@@ -91,6 +91,7 @@ class PagedFake:
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         written: set[tuple[int, int]] = set()
         for step in plan.sequences:
+            assert step.tokens, "nothing to compute, so no logits to draw from"
             self._meet(step)
             own = self._own[step.sequence]
             for position in range(step.context, len(own)):
