@@ -359,17 +359,19 @@ def test_a_request_moves_between_two_steps_and_says_when() -> None:
     assert_nothing_left(s)
 
 
-def test_a_request_that_moves_before_it_began_or_was_preempted_is_of_one_version() -> None:
+@pytest.mark.parametrize("running", [True, False], ids=["moved, then preempted", "preempted, then moved"])
+def test_what_a_preempted_request_computes_anew_is_of_one_version(running: bool) -> None:
     s, fake = scheduler(num_pages=4), PagedFake(4)
     old = request("old", [1] * 60, max_tokens=120, version=V1)
     late = request("late", [2] * 60, max_tokens=100, version=V1, inflight=True)
     for entry in (old, late):
         s.add(entry)
     finished = Finished()
-    while not s.stats()["preemptions"]:
+    begin(s, fake, 5, finished)
+    while not running and not s.stats()["preemptions"]:
         begin(s, fake, 1, finished)
     finished.take(s.move("late", V2))
-    assert s.stats()["crossings"] == 0
+    assert s.stats()["crossings"] == running
     run(s, fake, finished)
     versions = finished.versions["late", 0]
     assert set(versions) == {V1, V2}
