@@ -109,7 +109,7 @@ async def test_any_order_of_anything_on_a_real_model(worker: Worker) -> None:
             break
 
     loop: Any = replica._link._turn_loop  # type: ignore[union-attr]
-    stats, bank = loop._scheduler.stats(), worker.stats()
+    stats, bank = loop._schedulers[0].stats(), worker.stats()
     assert stats["used_pages"] == stats["running"] == stats["waiting"] == 0
     assert loop._samples == replica._samples == {}
     assert worker._sampler._pins == {}
