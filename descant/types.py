@@ -348,7 +348,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """``version`` None samples the base model. ``prompt_logprobs`` and ``topk_prompt_logprobs`` ask for scores."""
+    """``version`` None samples the base model. ``prompt_logprobs`` and ``topk_prompt_logprobs`` ask for scores.
+
+    ``inflight``: begins with the newest published version of the model that is no older than ``version``, and goes on
+    with newer ones as they are published, keys and values kept.
+    """
 
     request_id: str
     version: Version | None
@@ -358,7 +362,11 @@ class SampleRequest:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     stream: bool = False
+    inflight: bool = False
 
+
+SamplerKind = Literal["snapshot", "inflight"]
+"""Of a sampling client: it keeps the weights it was made with, or follows its model's newest published ones."""
 
 StopReason = Literal["stop", "length"]
 
@@ -391,9 +399,10 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDelta:
-    """A step forward of one request. ``version`` says which weights made it.
+    """A step forward of one request. ``version`` says which weights made its tokens.
 
-    Not streaming: one delta per sample, at its end, with all its tokens. Streaming: several; ``tokens`` are the new
+    Not streaming: one delta per sample, at its end, with all its tokens; one more whenever its weights change
+    (``SampleRequest.inflight``). Streaming: several; ``tokens`` are the new
     ones. ``prompt`` comes once, with the first delta of the request that knows it. ``stop_reason`` is set on a
     sample's last delta.
     """
