@@ -18,11 +18,9 @@ from descant.errors import DescantError, Overloaded, ServerError, UserError
 from descant.sample.chance import stream_seed
 from descant.sample.check import check_request
 from descant.sample.pages import PAGE_TOKENS, PageAllocator, pages_for
+from descant.sample.scores import PromptChunk, PromptRows, PromptScorer, empty_topk, fill_topk
 from descant.sample.stops import StopText
-from descant.types import PromptScores, SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
-
-EMPTY_TOPK = (0, -99999.0)
-"""The protocol's empty cell of a top-k table: token id and log-probability."""
+from descant.types import SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +37,7 @@ class SampleLimits:
     eos_token_ids: tuple[int, ...]
     max_num_samples: int = 1024
     max_topk: int = 20
-    """Alternatives a prompt position, at most."""
+    """Alternatives a position, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +61,10 @@ class SequenceStep:
     seed: int
     draw: int
     """How many tokens this sequence has drawn before: with ``seed`` it fixes this draw, whatever the batch."""
-    score_targets: tuple[int, ...] | None = None
-    """The prompt's token after each of ``tokens`` that has one: their log-probabilities at temperature 1 are wanted."""
     topk: int = 0
-    """How many alternatives a scored position wants."""
+    """How many of the likeliest tokens are wanted beside a drawn one."""
+    prompt: PromptChunk | None = None
+    """What is asked of the prompt's tokens among ``tokens``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +78,17 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """``token`` None when nothing was drawn. ``scores`` float list per scored token; ``topk`` its (ids, logprobs).
+    """``tokens`` drawn, with their ``logprobs`` and, where asked for, the likeliest tokens at each, (ids, logprobs)
+    falling. ``prompt`` answers the step's.
 
     ``error``: what went wrong with this sequence alone (logits that are not finite); its request fails, no other.
     """
 
     sequence: int
-    token: int | None
-    logprob: float
-    scores: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
     topk: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
+    prompt: PromptRows | None = None
     error: str | None = None
 
 
@@ -105,6 +104,7 @@ class _Sequence:
     stop_text: StopText | None
     drawn: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     told: int = 0
     pages: list[int] = field(default_factory=list)
     page_tuple: tuple[int, ...] = ()
@@ -136,7 +136,7 @@ class _Request:
     (which the request itself holds too, so that they outlive a moment without a running sample). The last token's page
     is never among them: every sample computes at least that token, to draw from.
 
-    ``scorer`` is the sequence that computes the whole prompt for its scores, whatever pages are there already.
+    ``scorer`` is the sequence that computes the prompt for ``scores``, whatever pages of that part are there already.
     """
 
     number: int
@@ -151,29 +151,13 @@ class _Request:
     leader: _Sequence | None = None
     prefix: list[int] = field(default_factory=list)
     scorer: _Sequence | None = None
-    scores: list[float] = field(default_factory=list)
-    topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    scores: PromptScorer | None = None
     scores_told: bool = False
 
     @property
-    def wants_scores(self) -> bool:
-        return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
-
-    @property
-    def scored(self) -> bool:
-        return len(self.scores) == len(self.prompt) - 1
-
-    def prompt_scores(self) -> PromptScores:
-        k = self.request.topk_prompt_logprobs
-        topk = None
-        if k:
-            ids = np.full((len(self.prompt), k), EMPTY_TOPK[0], np.int32)
-            logprobs = np.full((len(self.prompt), k), EMPTY_TOPK[1], np.float32)
-            for row, (row_ids, row_logprobs) in enumerate(self.topk, start=1):
-                ids[row, : len(row_ids)] = row_ids
-                logprobs[row, : len(row_logprobs)] = row_logprobs
-            topk = TopK(token_ids=ids, logprobs=logprobs)
-        return PromptScores(logprobs=np.array([np.nan, *self.scores], np.float32), topk=topk)
+    def unscored(self) -> PromptScorer | None:
+        """What is still to be computed of the prompt's scores."""
+        return None if self.scores is None or self.scores.done else self.scores
 
 
 class Scheduler:
@@ -237,6 +221,8 @@ class Scheduler:
         )
         self._next_request += 1
         seed = self._fresh_seed() if params.seed is None else params.seed
+        if PromptScorer.asked_for(request):
+            entry.scores = PromptScorer(request, prompt, seed)
         for sample in range(request.num_samples):
             sequence = _Sequence(
                 id=self._next_sequence,
@@ -317,7 +303,7 @@ class Scheduler:
     def _step(self, sequence: _Sequence, count: int) -> SequenceStep:
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
         params, drawn, length = request.request.sampling_params, sequence.drawn, sequence.length
-        scoring = request.scorer is sequence and not request.scored
+        scores = request.unscored if request.scorer is sequence else None
         if count > 1 or not drawn:
             self._prefilled_tokens += count
         # Nearly all steps are a single drawn token's, and nearly always its pages are those of the step before.
@@ -336,8 +322,8 @@ class Scheduler:
             top_p=params.top_p,
             seed=sequence.seed,
             draw=len(drawn),
-            score_targets=request.prompt[start + 1 : end + 1] if scoring else None,
-            topk=request.request.topk_prompt_logprobs if scoring else 0,
+            topk=request.request.topk_sample_logprobs,
+            prompt=None if scores is None else scores.chunk(start, end),
         )
 
     def _grow(self, sequence: _Sequence) -> None:
@@ -366,8 +352,10 @@ class Scheduler:
         for request in self._requests.values():
             if not request.waiting or request.leader is not None:
                 continue
-            scores = request.wants_scores and not request.scored and request.scorer is None
-            prefix = [] if scores else request.prefix
+            scores = request.unscored if request.scorer is None else None
+            prefix = request.prefix
+            if scores is not None:  # from the page on that holds the first token it is about
+                prefix = prefix[: (scores.first_position - 1) // PAGE_TOKENS]
             missing = pages_for(len(request.prompt) + len(request.waiting[0].drawn)) - len(prefix)
             if missing > self._pages.num_free:
                 self._reclaim(keep=request if prefix else None)
@@ -378,7 +366,7 @@ class Scheduler:
             sequence.pages = [*prefix, *self._pages.take(missing)]
             sequence.computed = len(prefix) * PAGE_TOKENS
             sequence.running = request.started = True
-            if scores:
+            if scores is not None:
                 request.scorer = sequence
             if request.shared and not request.prefix:
                 request.leader = sequence
@@ -408,32 +396,36 @@ class Scheduler:
                 self._fail_request(sequence, output.error)
                 continue
             sequence.computed += len(step.tokens)
-            if step.score_targets is not None:
-                request.scores += output.scores
-                request.topk += output.topk
+            if output.prompt is not None and request.scores is not None:
+                request.scores.take(output.prompt)
             if request.leader is sequence and sequence.computed >= request.shared * PAGE_TOKENS:
                 request.leader = None
                 request.prefix = sequence.pages[: request.shared]
                 self._pages.share(request.prefix)
-            if output.token is not None:
-                deltas += self._append(sequence, output.token, output.logprob)
+            if output.tokens:
+                deltas += self._append(sequence, output)
         return deltas
 
-    def _append(self, sequence: _Sequence, token: int, logprob: float) -> list[SampleDelta]:
+    def _append(self, sequence: _Sequence, output: SequenceOutput) -> list[SampleDelta]:
+        """What was drawn, up to the first token that ends the sequence."""
         request = sequence.request
-        sequence.drawn.append(token)
-        sequence.logprobs.append(logprob)
         stop_reason: StopReason | None = None
-        if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
-            stop_reason = "stop"
-        elif len(sequence.drawn) >= request.max_tokens:
-            stop_reason = "length"
+        for index, token in enumerate(output.tokens):
+            sequence.drawn.append(token)
+            sequence.logprobs.append(output.logprobs[index])
+            sequence.topk += output.topk[index : index + 1]
+            if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
+                stop_reason = "stop"
+            elif len(sequence.drawn) >= request.max_tokens:
+                stop_reason = "length"
+            if stop_reason is not None:
+                break
         if stop_reason is None and not request.request.stream:
             return []
         scores = None
-        if request.wants_scores and request.scored and not request.scores_told:
+        if request.scores is not None and request.scores.done and not request.scores_told:
             request.scores_told = True
-            scores = request.prompt_scores()
+            scores = request.scores.result()
         delta = SampleDelta(
             request_id=request.request.request_id,
             sample=sequence.sample,
@@ -442,6 +434,7 @@ class Scheduler:
             stop_reason=stop_reason,
             version=request.request.version,
             prompt=scores,
+            topk_logprobs=_topk(sequence.topk[sequence.told :], request.request.topk_sample_logprobs),
         )
         sequence.told = len(sequence.drawn)
         if stop_reason is not None:
@@ -485,8 +478,9 @@ class Scheduler:
         sequence.pages, sequence.page_tuple, sequence.computed, sequence.running = [], (), 0, False
         if request.leader is sequence:
             request.leader = None
-        if request.scorer is sequence and not request.scored:
-            request.scorer, request.scores, request.topk = None, [], []
+        if request.scorer is sequence and (scores := request.unscored) is not None:
+            request.scorer = None
+            scores.reset()
 
     def _end(self, sequence: _Sequence) -> None:
         if sequence.running:
@@ -501,3 +495,12 @@ class Scheduler:
         self._pages.drop(request.prefix)
         request.prefix = []
         del self._requests[request.request.request_id]
+
+
+def _topk(rows: Sequence[tuple[tuple[int, ...], tuple[float, ...]]], k: int) -> TopK | None:
+    if k == 0:
+        return None
+    topk = empty_topk(len(rows), k)
+    for index, (ids, logprobs) in enumerate(rows):
+        fill_topk(topk, index, np.array([ids], np.int32), np.array([logprobs], np.float32))
+    return topk

@@ -17,10 +17,11 @@ from descant.errors import ServerError
 from descant.model.base import BaseModel
 from descant.model.lora import LoraPass
 from descant.model.passes import KVPass, Pass, RowRef, Segment
-from descant.sample.chance import uniform
+from descant.sample.chance import uniform, uniforms
 from descant.sample.decode import DecodeGraphs, Flight, table_width
-from descant.sample.draw import RowParams, draw, score
+from descant.sample.draw import RowParams, alternatives, draw, likeliest, normaliser
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
+from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
 from descant.types import Version
 
 SCORE_ROWS = 256
@@ -120,8 +121,9 @@ class Sampler:
                     fresh.append((row, sequence))
                 else:
                     served.append((index, sequence))
-        # Top-k and top-p are drawn on the host, so the device does not know the next token.
-        goes_on = not others and not any(_is_cut(s) for s in sequences)
+        # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after would
+        # write over the logits that alternatives are taken from.
+        goes_on = not others and not any(_is_cut(s) or s.topk for s in sequences)
 
         outputs: list[SequenceOutput] = []
         if flight is not None and served:
@@ -149,10 +151,20 @@ class Sampler:
             tokens_M, logprobs_M = draw(logits_MV, [_params(sequence) for _, sequence in cut])
             for (index, _), token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
                 tokens[index], logprobs[index] = token, logprob
+        topk: dict[int, _TopKRow] = {}
+        if wanted := [(index, sequence) for index, sequence in rows if sequence.topk]:
+            logits_MV = self._model.head.scaled(flight.step.logits_NV[[index for index, _ in wanted]])
+            found = _topk(logits_MV, [sequence for _, sequence in wanted])
+            topk = {index: row for (index, _), row in zip(wanted, found, strict=True)}
         return [
-            SequenceOutput(sequence=sequence.sequence, token=tokens[index], logprob=logprobs[index])
+            SequenceOutput(
+                sequence=sequence.sequence,
+                tokens=(tokens[index],),
+                logprobs=(logprobs[index],),
+                topk=(topk[index],) if sequence.topk else (),
+            )
             if finite[index]
-            else SequenceOutput(sequence=sequence.sequence, token=None, logprob=0.0, error=NOT_FINITE)
+            else SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
             for index, sequence in rows
         ]
 
@@ -170,8 +182,12 @@ class Sampler:
         )
         outputs = self._draw(sequences, starts, hidden_TD, lora)
         for index, sequence in enumerate(sequences):
-            if sequence.score_targets:
-                outputs[index] = self._score(sequence, starts[index], hidden_TD, lora, outputs[index])
+            if sequence.prompt is not None:
+                rows = self._score(sequence.prompt, starts[index] + sequence.prompt.skip, hidden_TD, lora)
+                if rows is None:
+                    outputs[index] = SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
+                else:
+                    outputs[index] = replace(outputs[index], prompt=rows)
         return outputs
 
     def _pass(self, sequences: Sequence[SequenceStep]) -> Pass:
@@ -202,7 +218,7 @@ class Sampler:
         self, sequences: Sequence[SequenceStep], starts: Sequence[int], hidden_TD: torch.Tensor, lora: LoraPass | None
     ) -> list[SequenceOutput]:
         """One output a sequence, with a token where one is wanted."""
-        outputs = [SequenceOutput(sequence=s.sequence, token=None, logprob=0.0) for s in sequences]
+        outputs = [SequenceOutput(sequence=s.sequence) for s in sequences]
         drawing = [index for index, sequence in enumerate(sequences) if sequence.sample]
         if not drawing:
             return outputs
@@ -213,38 +229,77 @@ class Sampler:
         for index, token, logprob, finite in zip(
             drawing, tokens_N.tolist(), logprobs_N.tolist(), finite_N.tolist(), strict=True
         ):
-            changes = {"token": token, "logprob": logprob} if finite else {"error": NOT_FINITE}
-            outputs[index] = replace(outputs[index], **changes)
+            if not finite:
+                outputs[index] = SequenceOutput(sequence=sequences[index].sequence, error=NOT_FINITE)
+                continue
+            outputs[index] = replace(outputs[index], tokens=(token,), logprobs=(logprob,))
+        if wanted := [n for n, index in enumerate(drawing) if sequences[index].topk and finite_N[n]]:
+            found = _topk(logits_NV[wanted], [sequences[drawing[n]] for n in wanted])
+            for n, row in zip(wanted, found, strict=True):
+                outputs[drawing[n]] = replace(outputs[drawing[n]], topk=(row,))
         return outputs
 
     def _score(
-        self,
-        sequence: SequenceStep,
-        start: int,
-        hidden_TD: torch.Tensor,
-        lora: LoraPass | None,
-        output: SequenceOutput,
-    ) -> SequenceOutput:
-        """Adds the log-probabilities of ``score_targets``: token i's target is scored at the stream's ``start + i``."""
-        scores: list[float] = []
-        topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
-        targets_S = torch.tensor(sequence.score_targets, device=hidden_TD.device)
-        for first in range(0, len(targets_S), SCORE_ROWS):
-            chunk_S = targets_S[first : first + SCORE_ROWS]
-            rows_S = torch.arange(start + first, start + first + len(chunk_S))
-            logits_SV = self._model.head.logits_at(hidden_TD, lora, rows_S)
-            logprobs_S, ids_SK, top_SK = score(logits_SV, chunk_S, sequence.topk)
-            if not bool(logprobs_S.isfinite().all()):
-                return replace(output, token=None, error=NOT_FINITE)
-            scores += logprobs_S.tolist()
-            if ids_SK is not None and top_SK is not None:
-                topk += [(tuple(i), tuple(p)) for i, p in zip(ids_SK.tolist(), top_SK.tolist(), strict=True)]
-        return replace(output, scores=tuple(scores), topk=tuple(topk))
+        self, chunk: PromptChunk, start: int, hidden_TD: torch.Tensor, lora: LoraPass | None
+    ) -> PromptRows | None:
+        """Row r of the chunk is the stream's token ``start + r``. None: not finite."""
+        parts: list[PromptRows] = []
+        for first in range(0, chunk.num_rows, SCORE_ROWS):
+            last = min(first + SCORE_ROWS, chunk.num_rows)
+            logits_SV = self._model.head.logits_at(hidden_TD, lora, torch.arange(start + first, start + last))
+            part = _score_rows(chunk, first, last, logits_SV)
+            if not np.isfinite(part.logprobs).all():
+                return None
+            parts.append(part)
+        return PromptRows.joined(parts)
+
+
+def _score_rows(chunk: PromptChunk, first: int, last: int, logits_SV: torch.Tensor) -> PromptRows:
+    """What is asked about rows ``first:last`` of the chunk."""
+    device = logits_SV.device
+    normaliser_S1 = normaliser(logits_SV)
+    targets_S1 = torch.from_numpy(chunk.targets[first:last]).to(device)[:, None]
+    logprobs_S = (logits_SV.gather(1, targets_S1) - normaliser_S1)[:, 0].cpu().numpy()
+    topk_ids = topk_logprobs = cells = drawn_ids = drawn_logprobs = None
+    if chunk.topk:
+        ids_SK, logprobs_SK = likeliest(logits_SV, [1.0] * (last - first), chunk.topk)
+        topk_ids, topk_logprobs = ids_SK.int().cpu().numpy(), logprobs_SK.cpu().numpy()
+    if chunk.row_starts is not None and chunk.token_ids is not None:
+        starts = chunk.row_starts[first : last + 1]
+        rows_C = torch.from_numpy(np.repeat(np.arange(last - first), np.diff(starts))).to(device)
+        ids_C = torch.from_numpy(chunk.token_ids[starts[0] : starts[-1]].clip(min=0)).to(device)
+        cells = (logits_SV[rows_C, ids_C] - normaliser_S1[rows_C, 0]).cpu().numpy()
+    if chunk.num_drawn:
+        rows_S1 = np.arange(chunk.first_row + first, chunk.first_row + last, dtype=np.uint64)[:, None]
+        draws_SK = rows_S1 * np.uint64(MAX_ALTERNATIVES) + np.arange(chunk.num_drawn, dtype=np.uint64)
+        uniform_SK = torch.from_numpy(uniforms(np.full(draws_SK.shape, chunk.seed, np.uint64), draws_SK)).to(device)
+        ids_SK, logprobs_SK = alternatives(logits_SV, chunk.temperature, uniform_SK)
+        drawn_ids, drawn_logprobs = ids_SK.cpu().numpy(), logprobs_SK.cpu().numpy()
+    return PromptRows(
+        logprobs=logprobs_S,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+        cells=cells,
+        drawn_ids=drawn_ids,
+        drawn_logprobs=drawn_logprobs,
+    )
+
+
+_TopKRow = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+def _topk(logits_MV: torch.Tensor, sequences: Sequence[SequenceStep]) -> list[_TopKRow]:
+    """For each row as many of the likeliest tokens as its sequence wants."""
+    ids_MK, logprobs_MK = likeliest(logits_MV, [s.temperature for s in sequences], max(s.topk for s in sequences))
+    return [
+        (tuple(ids[: s.topk]), tuple(logprobs[: s.topk]))
+        for ids, logprobs, s in zip(ids_MK.tolist(), logprobs_MK.tolist(), sequences, strict=True)
+    ]
 
 
 def _decodes(sequence: SequenceStep) -> bool:
     """One token in, one token out."""
-    return len(sequence.tokens) == 1 and sequence.sample and sequence.score_targets is None
+    return len(sequence.tokens) == 1 and sequence.sample and sequence.prompt is None
 
 
 def _is_cut(sequence: SequenceStep) -> bool:

@@ -13,7 +13,8 @@ import numpy as np
 from descant.sample.chance import uniform
 from descant.sample.pages import PAGE_TOKENS
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, SequenceStep, StepPlan
-from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, Version
+from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
+from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, TensorData, Version
 
 VOCAB_SIZE = 100
 EOS = 99
@@ -48,8 +49,12 @@ def request(
     num_samples: int = 1,
     version: Version | None = None,
     prompt_logprobs: bool = False,
-    topk_prompt_logprobs: int = 0,
     stream: bool = False,
+    topk_prompt_logprobs: int = 0,
+    topk_sample_logprobs: int = 0,
+    prompt_logprobs_last_n: int | None = None,
+    target_prompt_logprobs: TensorData | None = None,
+    prompt_alt_tokens_k: int = 0,
     **params: object,
 ) -> SampleRequest:
     return SampleRequest(
@@ -60,6 +65,10 @@ def request(
         sampling_params=SamplingParams(**{"seed": 0, "stop": (), **params}),  # type: ignore[arg-type]
         prompt_logprobs=prompt_logprobs,
         topk_prompt_logprobs=topk_prompt_logprobs,
+        topk_sample_logprobs=topk_sample_logprobs,
+        prompt_logprobs_last_n=prompt_logprobs_last_n,
+        target_prompt_logprobs=target_prompt_logprobs,
+        prompt_alt_tokens_k=prompt_alt_tokens_k,
         stream=stream,
     )
 
@@ -93,17 +102,41 @@ class PagedFake:
 
     def _output(self, step: SequenceStep) -> SequenceOutput:
         history = self.history(step, step.context + len(step.tokens))
-        scores: list[float] = []
-        topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
-        if step.score_targets is not None:
-            scores = [score(history[: step.context + i + 1], t) for i, t in enumerate(step.score_targets)]
-            topk = [(tuple(range(step.topk)), (-1.0,) * step.topk)] * (len(scores) if step.topk else 0)
-        token, logprob = None, 0.0
-        if step.sample:
-            token = self._draw(step, history)
-            logprob = score(history, token)
+        prompt = None if step.prompt is None else self._score(step.prompt, step.context + step.prompt.skip, history)
+        if not step.sample:
+            return SequenceOutput(sequence=step.sequence, prompt=prompt)
+        token = self._draw(step, history)
         return SequenceOutput(
-            sequence=step.sequence, token=token, logprob=logprob, scores=tuple(scores), topk=tuple(topk)
+            sequence=step.sequence,
+            tokens=(token,),
+            logprobs=(score(history, token),),
+            topk=((tuple(range(step.topk)), (-1.0,) * step.topk),) if step.topk else (),
+            prompt=prompt,
+        )
+
+    @staticmethod
+    def _score(chunk: PromptChunk, first_row: int, history: list[int]) -> PromptRows:
+        assert chunk.first_row == first_row
+        rows = [history[: first_row + i + 1] for i in range(chunk.num_rows)]
+        logprobs = np.array([score(row, t) for row, t in zip(rows, chunk.targets.tolist(), strict=True)], np.float32)
+        topk_ids = topk_logprobs = cells = drawn = None
+        if chunk.topk:
+            topk_ids = np.tile(np.arange(chunk.topk, dtype=np.int32), (len(rows), 1))
+            topk_logprobs = np.full(topk_ids.shape, -1.0, np.float32)
+        if chunk.row_starts is not None and chunk.token_ids is not None:
+            owners = np.repeat(np.arange(len(rows)), np.diff(chunk.row_starts))
+            pairs = zip(owners.tolist(), chunk.token_ids.tolist(), strict=True)
+            cells = np.array([score(rows[owner], token) for owner, token in pairs], np.float32)
+        if k := chunk.num_drawn:
+            draws = [[(first_row + i) * MAX_ALTERNATIVES + j for j in range(k)] for i in range(len(rows))]
+            drawn = np.array([[int(uniform(chunk.seed, d) * VOCAB_SIZE) for d in row] for row in draws], np.int64)
+        return PromptRows(
+            logprobs=logprobs,
+            topk_ids=topk_ids,
+            topk_logprobs=topk_logprobs,
+            cells=cells,
+            drawn_ids=drawn,
+            drawn_logprobs=None if drawn is None else -drawn.astype(np.float32),
         )
 
     def _draw(self, step: SequenceStep, history: list[int]) -> int:
@@ -126,6 +159,7 @@ class Finished:
         self.logprobs: dict[tuple[str, int], list[float]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.prompts: dict[str, PromptScores] = {}
+        self.topk: dict[tuple[str, int], tuple[list[list[int]], list[list[float]]]] = {}
 
     def take(self, deltas: Iterable[SampleDelta]) -> None:
         for delta in deltas:
@@ -133,6 +167,10 @@ class Finished:
             assert key not in self.reasons, "a delta after the last"
             self.tokens.setdefault(key, []).extend(delta.tokens.tolist())
             self.logprobs.setdefault(key, []).extend(delta.logprobs.tolist())
+            if (topk := delta.topk_logprobs) is not None:
+                ids, values = self.topk.setdefault(key, ([], []))
+                ids += topk.token_ids.tolist()
+                values += topk.logprobs.tolist()
             if delta.stop_reason is not None:
                 self.reasons[key] = delta.stop_reason
             if delta.prompt is not None:

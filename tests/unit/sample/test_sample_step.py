@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from descant.sample.step import Sampler
 from descant.testing.paged_sampler import Finished, run
 from descant.testing.studio import Studio, datum, tokens
 from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
-from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, Version
+from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, TensorData, Version
 
 NUM_PAGES = 20
 DTYPES = [torch.float32, torch.bfloat16]
@@ -97,18 +98,18 @@ def ask(
     version: Version | None = None,
     *,
     num_samples: int = 1,
-    prompt_logprobs: bool = False,
-    topk_prompt_logprobs: int = 0,
-    **params: object,
+    **fields: Any,
 ) -> SampleRequest:
+    """Fields of ``SampleRequest`` and of ``SamplingParams`` alike."""
+    names = {item.name for item in dataclasses.fields(SampleRequest)}
+    of_request = {name: fields.pop(name) for name in names & fields.keys()}
     return SampleRequest(
         request_id=request_id,
         version=version,
         prompt=(EncodedText(tokens=prompt),),
         num_samples=num_samples,
-        sampling_params=SamplingParams(**{"seed": 1, "stop": (), "max_tokens": 30, **params}),  # type: ignore[arg-type]
-        prompt_logprobs=prompt_logprobs,
-        topk_prompt_logprobs=topk_prompt_logprobs,
+        sampling_params=SamplingParams(**{"seed": 1, "stop": (), "max_tokens": 30, **fields}),
+        **of_request,
     )
 
 
@@ -150,7 +151,7 @@ def test_topk_prompt_logprobs(load: Callable[..., BaseModel]) -> None:
     desk = Desk(load())
     version = desk.publish("m")
     prompt = tokens(300, 3)  # more rows than are scored at once
-    finished = desk.run(ask("r", prompt, version, topk_prompt_logprobs=3, max_tokens=1))
+    finished = desk.run(ask("r", prompt, version, prompt_logprobs=True, topk_prompt_logprobs=3, max_tokens=1))
     scores = finished.prompts["r"]
     assert scores.topk is not None
     ids, logprobs = scores.topk.token_ids, scores.topk.logprobs
@@ -163,6 +164,66 @@ def test_topk_prompt_logprobs(load: Callable[..., BaseModel]) -> None:
             assert logprobs[position, rank] == pytest.approx(reference, abs=1e-4)
     is_best = ids[1:, 0] == prompt[1:]
     np.testing.assert_allclose(scores.logprobs[1:][is_best], logprobs[1:, 0][is_best], rtol=0, atol=1e-6)
+
+
+def test_scores_of_a_long_prompt_beside_its_samples(load: Callable[..., BaseModel]) -> None:
+    """Tokens drawn and chosen at each position, the likeliest at each sample, against the trainer, over several
+    chunks."""
+    desk = Desk(load())
+    version = desk.publish("m")
+    prompt = tokens(130, 3)
+    chosen = np.full((129, 2), -1, np.int64)
+    chosen[70:, 0], chosen[100:, 1] = np.arange(59) % VOCAB_SIZE, 3
+    asked: dict[str, Any] = {
+        "target_prompt_logprobs": TensorData(data=chosen.ravel(), shape=chosen.shape),
+        "prompt_alt_tokens_k": 3,
+        "topk_sample_logprobs": 4,
+        "temperature": 0.7,
+        "max_tokens": 5,
+        "num_samples": 2,
+    }
+    finished = desk.run(ask("r", prompt, version, **asked))
+    scores = finished.prompts["r"]
+    assert scores.logprobs is scores.topk is None
+    assert scores.target_logprobs is not None
+    assert scores.alt_tokens is not None
+    cells = scores.target_logprobs.data.reshape(chosen.shape)
+    assert (cells[chosen < 0] == 0).all()
+    for row in (70, 99, 100, 128):
+        for column in range(2):
+            if chosen[row, column] >= 0:
+                reference = desk.trainer_logprobs("m", [*prompt[: row + 1], chosen[row, column]])[-1]
+                assert cells[row, column] == pytest.approx(reference, abs=1e-4)
+    assert len(np.unique(scores.alt_tokens.tokens)) > 10
+    for row in (0, 49, 50, 128):
+        for token, logprob in zip(scores.alt_tokens.tokens[row], scores.alt_tokens.logprobs[row], strict=True):
+            reference = desk.trainer_logprobs("m", [*prompt[: row + 1], token])[-1]
+            assert logprob == pytest.approx(reference, abs=1e-4)
+    drawn = finished.tokens["r", 1]
+    ids, logprobs = finished.topk["r", 1]
+    assert len(ids) == 5
+    for index in range(5):
+        before = [*prompt, *drawn[:index]]
+        logits = np.array([desk.trainer_logprobs("m", [*before, token])[-1] for token in range(VOCAB_SIZE)]) / 0.7
+        expected = logits - np.log(np.exp(logits).sum())
+        np.testing.assert_allclose(logprobs[index], np.sort(expected)[::-1][:4], atol=1e-4)
+        np.testing.assert_allclose(expected[ids[index]], logprobs[index], atol=1e-4)
+        assert finished.logprobs["r", 1][index] == pytest.approx(expected[drawn[index]], abs=1e-4)
+
+    again = desk.run(ask("n", tokens(40, 9)), ask("r", prompt, version, **asked | {"prompt_alt_tokens_k": 2}))
+    assert again.prompts["r"].alt_tokens is not None
+    assert (again.prompts["r"].alt_tokens.tokens == scores.alt_tokens.tokens[:, :2]).all(), "a draw is its own"
+
+
+def test_scores_of_the_end_of_a_prompt_compute_no_more_of_it_than_they_must(load: Callable[..., BaseModel]) -> None:
+    desk = Desk(load(), max_running=1)
+    prompt = tokens(200, 3)
+    whole = desk.run(ask("r", prompt, prompt_logprobs=True, max_tokens=1)).prompts["r"].logprobs
+    end = desk.run(ask("r", prompt, prompt_logprobs=True, prompt_logprobs_last_n=5, max_tokens=1)).prompts["r"].logprobs
+    assert whole is not None
+    assert end is not None
+    assert np.isnan(end[:195]).all()
+    np.testing.assert_allclose(end[195:], whole[195:], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
