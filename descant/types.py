@@ -373,6 +373,9 @@ class SampleRequest:
     ``prompt_logprobs_last_n`` both only at the last n. ``target_prompt_logprobs`` int64 [N - 1, K]: the tokens that row
     i names at position i + 1, -1 for none. ``prompt_alt_tokens_k``: tokens drawn at each position, at the request's
     temperature without cuts. ``topk_sample_logprobs``: the k likeliest at each sampled token.
+
+    ``inflight``: begins with the newest published version of the model that is no older than ``version``, and goes on
+    with newer ones as they are published, keys and values kept.
     """
 
     request_id: str
@@ -387,7 +390,11 @@ class SampleRequest:
     prompt_alt_tokens_k: int = 0
     topk_sample_logprobs: int = 0
     stream: bool = False
+    inflight: bool = False
 
+
+SamplerKind = Literal["snapshot", "inflight"]
+"""Of a sampling client: it keeps the weights it was made with, or follows its model's newest published ones."""
 
 StopReason = Literal["stop", "length"]
 
@@ -439,11 +446,12 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDelta:
-    """A step forward of one request. ``version`` says which weights made it.
+    """A step forward of one request. ``version`` says which weights made its tokens.
 
-    Not streaming: one delta per sample, at its end, with all its tokens. Streaming: several; ``tokens``, ``logprobs``
-    and ``topk_logprobs`` are the new ones'. ``prompt`` comes once, with the first delta of the request that knows it.
-    ``stop_reason`` is set on a sample's last delta.
+    Not streaming: one delta per sample, at its end, with all its tokens; one more whenever its weights change
+    (``SampleRequest.inflight``). Streaming: several; ``tokens``, ``logprobs`` and ``topk_logprobs`` are the new ones'.
+    ``prompt`` comes once, with the first delta of the request that knows it. ``stop_reason`` is set on a sample's last
+    delta.
     """
 
     request_id: str

@@ -199,6 +199,8 @@ class TurnLoop:
         self._served: dict[str, int] = {}
         self._scheduler = executor.make_scheduler()
         self._samples: dict[str, tuple[Version | None, set[int]]] = {}
+        self._newest: dict[str, Version] = {}
+        """Of each model the newest version that is published."""
         self._turn = 0
         self._last: Kind = "idle"
         self._credit = 1.0
@@ -251,7 +253,7 @@ class TurnLoop:
             case Publish():
                 self._publish(message)
             case Release():
-                self._answer(message.call, lambda: self._executor.release_version(message.version))
+                self._answer(message.call, lambda: self._release(message.version))
             case Drop():
                 self._answer(message.call, lambda: self._executor.drop(message.ref))
             case Save():
@@ -288,12 +290,38 @@ class TurnLoop:
     def _publish(self, message: Publish) -> None:
         ref, executor = message.ref, self._executor
         if ref.directory is None or executor.is_published(ref.version):
-            self._answer(message.call, lambda: executor.publish(ref, None))
+            self._answer(message.call, lambda: self._make_newest(ref, None))
             return
         source = CheckpointSource(uri=ref.directory, directory=ref.directory, optimizer=False)
         reading = self._reader.submit(executor.read, source)
-        finish = _Posted(lambda: self._answer(message.call, lambda: executor.publish(ref, reading.result())))
+        finish = _Posted(lambda: self._answer(message.call, lambda: self._make_newest(ref, reading.result())))
         reading.add_done_callback(lambda _: self._inbox.put(finish))
+
+    def _make_newest(self, ref: SnapshotRef, loaded: Any | None) -> None:
+        """Publishes; then, between two steps, what follows its model moves to it."""
+        version = ref.version
+        self._executor.publish(ref, loaded)
+        newest = self._newest.get(version.model_id)
+        if newest is None or newest.number < version.number:
+            self._newest[version.model_id] = version
+        for request_id in self._scheduler.followers(version):
+            try:
+                self._executor.acquire(version)
+            except Exception as error:  # it goes on with what it has
+                log.warning("a request stays with its weights, newer ones could not be had: %s", as_descant(error))
+                continue
+            deltas = self._scheduler.move(request_id, version)
+            before, left = self._samples[request_id]
+            self._samples[request_id] = version, left
+            self._executor.free(before)
+            for delta in deltas:
+                self._deliver(delta)
+
+    def _release(self, version: Version) -> None:
+        self._executor.release_version(version)
+        self._scheduler.release(version)
+        if self._newest.get(version.model_id) == version:
+            del self._newest[version.model_id]
 
     def _save(self, message: Save) -> None:
         try:
@@ -449,6 +477,10 @@ class TurnLoop:
     def _start_sample(self, message: Sample) -> None:
         request = message.request
         acquired = False
+        if request.inflight and request.version is not None:
+            newest = self._newest.get(request.version.model_id, request.version)
+            if newest.number > request.version.number:
+                request = replace(request, version=newest)
         try:
             if request.request_id in self._samples:
                 raise UserError(f"request {request.request_id!r} runs already")

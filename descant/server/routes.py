@@ -290,6 +290,7 @@ class Routes:
             seq_id=request.seq_id,
             name=request.path,
             sampling_session_seq_id=request.sampling_session_seq_id,
+            kind=request.kind,
             ttl_seconds=request.ttl_seconds,
         )
         return submitted_response(submitted)

@@ -54,6 +54,7 @@ from descant.types import (
     Result,
     SampleOutput,
     SampleRequest,
+    SamplerKind,
     SamplerWeightsSaved,
     SamplingParams,
     Snapshot,
@@ -147,6 +148,9 @@ class ServiceSettings:
     """Finished futures stay fetchable for this long."""
     stall_timeout_s: float = 2 * 3600.0
     """A base that has had work for this long and ended none of it is given up: its requests fail."""
+    sampler_kind: SamplerKind = "snapshot"
+    """What sampling clients without files are when they do not say (the SDK has said it since 0.38): a snapshot, or
+    inflight, which follows the newest weights."""
     max_samples_in_flight: int = 4096
     """Sampling requests of one base that were accepted and have not ended; one more is told to come again."""
     sweep_interval_s: float = 1.0
@@ -440,9 +444,11 @@ class Service:
         seq_id: int,
         name: str | None,
         sampling_session_seq_id: int | None,
+        kind: SamplerKind | None,
         ttl_seconds: int | None,
     ) -> Submitted:
-        """``name`` given: a checkpoint. Else ephemeral: a sampling session on a published row, no file."""
+        """``name`` given: a checkpoint. Else ephemeral: a sampling session on a published row, no file; of an
+        ``inflight`` one the requests, running ones too, go on with whatever of the model is published later."""
         model = await self._model(principal, model_id)
         record = model.record if isinstance(model, _Model) else model
         if name is not None:
@@ -467,7 +473,7 @@ class Service:
 
         async def finish_ephemeral(outcome: asyncio.Future[Result]) -> Answer:
             ref = await _result(outcome, SnapshotRef)
-            await self._publish(record, ref, sampling_session_id)
+            await self._publish(record, ref, sampling_session_id, kind or self._settings.sampler_kind)
             return SamplerWeightsSaved(path=None, sampling_session_id=sampling_session_id)
 
         command = Snapshot(model_id=model_id, seq_id=seq_id, kind="sampler", for_disk=False)
@@ -768,7 +774,7 @@ class Service:
             ttl_seconds=ttl_seconds,
         )
 
-    async def _publish(self, model: ModelRecord, ref: SnapshotRef, sampling_session_id: str) -> None:
+    async def _publish(self, model: ModelRecord, ref: SnapshotRef, sampling_session_id: str, kind: SamplerKind) -> None:
         publications, trainer = self._publications[model.base], self._backends[model.base].trainer
         record = SamplingSessionRecord(
             sampling_session_id=sampling_session_id,
@@ -780,7 +786,7 @@ class Service:
         )
         stands = None
         try:
-            await publications.publish(ref, sampling_session_id)
+            await publications.publish(ref, sampling_session_id, kind)
             stands = await self._catalogue.add_sampling_session(record)
             if stands.version != ref.version or not stands.ephemeral:
                 raise UserError(_taken(sampling_session_id))
@@ -816,14 +822,15 @@ class Service:
         self, request_id: str, sampler: SamplingSessionRecord, session: _Session, submission: SampleSubmission
     ) -> SampleOutput:
         publications = self._publications[sampler.base]
-        if sampler.ephemeral and not publications.holds(sampler.version):
+        if sampler.ephemeral and not publications.holds(publications.version_for(sampler)):
             raise await self._resume.sampler(sampler)
         self._samplers[sampler.sampling_session_id] = sampler
         session.samplers.add(sampler.sampling_session_id)
         await publications.provide(sampler)
         request = SampleRequest(
             request_id=request_id,
-            version=sampler.version,
+            version=publications.version_for(sampler),
+            inflight=publications.follows(sampler),
             prompt=submission.prompt,
             num_samples=submission.num_samples,
             sampling_params=submission.sampling_params,
@@ -842,6 +849,10 @@ class Service:
                 if self._clock.monotonic() >= deadline:
                     raise
                 await self._clock.sleep(error.retry_after_s)
+            except NotFound:  # its version was replaced on the way
+                if request.version == publications.version_for(sampler):
+                    raise
+            request = replace(request, version=publications.version_for(sampler))
 
     # ================================================================================================ losing
 

@@ -403,6 +403,72 @@ class EngineSuite:
         assert got.tokens() == undisturbed.tokens()
         assert near(got.logprobs(), undisturbed.logprobs())
 
+    # ------------------------------------------------------------------------------------------------ inflight
+    async def test_inflight_goes_on_with_newer_weights(self, backend: Backend, tmp_path: Path) -> None:
+        """Its deltas say since when; a snapshot's request beside it does not notice, nor does another model's."""
+        engine, model = backend.engine, await trained(backend)
+        old = await frozen(model, for_disk=False)
+        await engine.publish(old)
+        other = await frozen(await trained(backend, "other"), for_disk=False)
+        await engine.publish(other)
+        length = backend.facts.max_context_length - 3
+        fixed = await sampled(engine, request(old.version, max_tokens=length, temperature=0.0))
+        await model.train(20, (datum([1, 2, 3, *fixed.tokens()[:8]]),))
+        new = await frozen(model, for_disk=False)
+
+        async def watch(version: Version) -> Sampled:
+            got = Sampled()
+            wanted = request(version, max_tokens=length, temperature=0.0, stream=True, inflight=True)
+            async for delta in engine.sample(wanted):
+                got.deltas.append(delta)
+                if len(got.deltas) == 3 and version == old.version:
+                    await engine.publish(new)
+                    await engine.release(old.version)
+            return got
+
+        beside = asyncio.ensure_future(sampled(engine, request(old.version, max_tokens=length, temperature=0.0)))
+        moved, unmoved = await asyncio.wait_for(asyncio.gather(watch(old.version), watch(other.version)), DEADLINE_S)
+        assert {delta.version for delta in unmoved.deltas} == {other.version}
+        versions = [delta.version for delta in moved.deltas for _ in delta.tokens]
+        assert len(versions) == length
+        assert versions == sorted(versions, key=lambda v: v.number if v is not None else -1)
+        assert set(versions) == {old.version, new.version}
+        crossed = versions.index(new.version)
+        assert crossed >= 3
+        assert moved.tokens()[:crossed] == fixed.tokens()[:crossed]
+        assert not near(moved.logprobs(), fixed.logprobs()), "nothing changed with the weights"
+        assert (await beside).tokens() == fixed.tokens()
+        assert {delta.version for delta in (await beside).deltas} == {old.version}
+
+    async def test_inflight_in_one_piece_has_a_delta_for_each_weights(self, backend: Backend, tmp_path: Path) -> None:
+        engine, model = backend.engine, await trained(backend)
+        old = await frozen(model, for_disk=False)
+        await engine.publish(old)
+        await model.train(1)
+        new = await frozen(model, for_disk=False)
+        context = backend.facts.max_context_length - 3
+        whole = asyncio.ensure_future(sampled(engine, request(old.version, max_tokens=context, inflight=True)))
+        async for _ in engine.sample(request(max_tokens=2, stream=True)):
+            pass  # so that it has begun
+        await engine.publish(new)
+        got = await whole
+        assert len(got.tokens()) == context
+        assert got.ends() == ["length"]
+        assert [delta.version for delta in got.deltas] == [old.version, new.version]
+
+    async def test_inflight_begins_with_the_newest(self, backend: Backend, tmp_path: Path) -> None:
+        engine, model = backend.engine, await trained(backend)
+        refs = []
+        for _ in range(2):
+            refs.append(await frozen(model, for_disk=False))
+            await engine.publish(refs[-1])
+            await model.train(1)
+        old, new = refs
+        got = await sampled(engine, request(old.version, inflight=True))
+        assert {delta.version for delta in got.deltas} == {new.version}
+        assert {delta.version for delta in (await sampled(engine, request(old.version))).deltas} == {old.version}
+        assert {delta.version for delta in (await sampled(engine, request(inflight=True))).deltas} == {None}
+
     # ------------------------------------------------------------------------------------------------ the end of it
     async def test_cancel_ends_a_request_alone(self, backend: Backend, tmp_path: Path) -> None:
         engine = backend.engine

@@ -48,6 +48,7 @@ from descant.types import (
     CreateModel,
     Deleted,
     DeleteModel,
+    EncodedText,
     EngineCapabilities,
     FileEntry,
     ForwardBackward,
@@ -451,11 +452,10 @@ class FakeEngine:
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
         self._check(request)
-        weights = None
-        if request.version is not None:
-            weights = self.world.published.get(request.version)
-            if weights is None:
-                raise NotFound(f"{request.version} was never published, or was released")
+        request = self._newest(request)
+        weights = self._weights(request)
+        if request.version is not None and weights is None:
+            raise NotFound(f"{request.version} was never published, or was released")
         if len(self._running) >= self.max_running:
             raise Overloaded(f"{self.max_running} requests are running")
         cancelled = self._running[request.request_id] = asyncio.Event()
@@ -473,25 +473,51 @@ class FakeEngine:
         self, request: SampleRequest, weights: Weights | None, index: int
     ) -> AsyncIterator[SampleDelta]:
         tokens, logprobs, reason = self._draw(request, weights, index)
-        topk = self._topk_samples(request, weights, tokens)
         prompt = self._prompt_scores(request, weights) if index == 0 else None
-        cuts = range(len(tokens)) if request.stream else [len(tokens) - 1]
-        start = 0
-        for last in cuts:
-            await asyncio.sleep(0)
-            yield SampleDelta(
+        told = at = 0
+
+        def delta(end: int) -> SampleDelta:
+            return SampleDelta(
                 request_id=request.request_id,
                 sample=index,
-                tokens=np.asarray(tokens[start : last + 1], np.int32),
-                logprobs=np.asarray(logprobs[start : last + 1], np.float32),
-                stop_reason=reason if last == len(tokens) - 1 else None,
+                tokens=np.asarray(tokens[told:end], np.int32),
+                logprobs=np.asarray(logprobs[told:end], np.float32),
+                stop_reason=reason if end == len(tokens) else None,
                 version=request.version,
                 prompt=prompt,
-                topk_logprobs=None
-                if topk is None
-                else TopK(token_ids=topk.token_ids[start : last + 1], logprobs=topk.logprobs[start : last + 1]),
+                topk_logprobs=self._topk_samples(request, weights, tokens, told, end),
             )
-            prompt, start = None, last + 1
+
+        while at < len(tokens):
+            last = at == len(tokens) - 1
+            if request.stream or request.inflight or last:
+                await asyncio.sleep(0)
+            if at and (newest := self._newest(request)) != request:
+                if told < at:
+                    yield delta(at)
+                    prompt, told = None, at
+                request = newest
+                given = EncodedText(tokens=np.asarray(tokens[:at], np.int32))
+                params = replace(request.sampling_params, max_tokens=len(tokens) - at)
+                rest = replace(request, prompt=(*request.prompt, given), sampling_params=params)
+                weights = self._weights(request)
+                more, more_logprobs, reason = self._draw(rest, weights, index)
+                tokens, logprobs = tokens[:at] + more, logprobs[:at] + more_logprobs
+                last = at == len(tokens) - 1
+            at += 1
+            if request.stream or last:
+                yield delta(at)
+                prompt, told = None, at
+
+    def _weights(self, request: SampleRequest) -> Weights | None:
+        return None if request.version is None else self.world.published.get(request.version)
+
+    def _newest(self, request: SampleRequest) -> SampleRequest:
+        """The request with the version that it is to go on with."""
+        if not request.inflight or request.version is None:
+            return request
+        newer = [v for v in self.world.published if v.model_id == request.version.model_id and v > request.version]
+        return replace(request, version=max(newer)) if newer else request
 
     def _draw(
         self, request: SampleRequest, weights: Weights | None, index: int
@@ -524,10 +550,12 @@ class FakeEngine:
                 return tokens, logprobs, "stop"
         return tokens, logprobs, "length"
 
-    def _topk_samples(self, request: SampleRequest, weights: Weights | None, tokens: Sequence[int]) -> TopK | None:
+    def _topk_samples(
+        self, request: SampleRequest, weights: Weights | None, tokens: Sequence[int], start: int, end: int
+    ) -> TopK | None:
         if not (k := request.topk_sample_logprobs):
             return None
-        before = np.asarray([input_tokens(request.prompt)[-1], *tokens[:-1]], np.int32)
+        before = np.asarray([input_tokens(request.prompt)[-1], *tokens], np.int32)[start:end]
         return _likeliest(self.world.logprobs(weights, before, request.sampling_params.temperature or 1.0), k)
 
     def _prompt_scores(self, request: SampleRequest, weights: Weights | None) -> PromptScores | None:

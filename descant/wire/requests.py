@@ -266,8 +266,8 @@ class SaveWeightsForSamplerRequest(OrderedRequest):
     seq_id: SeqId
     path: str | None = None
     sampling_session_seq_id: SeqId | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
-    """``inflight`` clients may be given "those or newer weights": a snapshot is those."""
+    kind: Literal["snapshot", "inflight"] | None = None
+    """Of the ephemeral form. None: clients older than the word."""
     ttl_seconds: int | None = None
 
     @model_validator(mode="after")

@@ -256,6 +256,30 @@ class ReadsBadly(FakeEngine):
             self.world.published[ref.version].b *= 0.5
 
 
+class NeverMoves(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, inflight=False)
+
+
+class MovesEverybody(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, inflight=True)
+
+
+class SaysTheOldVersion(FakeEngine):
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        async for delta in super().sample(request):
+            yield replace(delta, version=request.version)
+
+
+class MovesInNameOnly(FakeEngine):
+    async def publish(self, ref: SnapshotRef) -> None:
+        await super().publish(ref)
+        older = [v for v in self.world.published if v.model_id == ref.version.model_id and v < ref.version]
+        if older:
+            self.world.published[ref.version] = self.world.published[max(older)]
+
+
 class CancelsAll(FakeEngine):
     async def cancel(self, request_id: str) -> None:
         for running in self._running.values():
@@ -332,6 +356,13 @@ class ChecksVaguely(FakeEngine):
         (ForgetsWithTheModel, "test_a_version_outlives_its_model", ()),
         (ReadsBadly, "test_a_version_from_a_checkpoint_is_the_one_that_was_saved", ()),
         (ReleasesTheRunning, "test_a_release_leaves_running_requests_alone", ()),
+        (NeverMoves, "test_inflight_goes_on_with_newer_weights", ()),
+        (MovesEverybody, "test_inflight_goes_on_with_newer_weights", ()),
+        (MovesInNameOnly, "test_inflight_goes_on_with_newer_weights", ()),
+        (SaysTheOldVersion, "test_inflight_in_one_piece_has_a_delta_for_each_weights", ()),
+        (StreamsAlways, "test_inflight_in_one_piece_has_a_delta_for_each_weights", ()),
+        (NeverMoves, "test_inflight_begins_with_the_newest", ()),
+        (MovesEverybody, "test_inflight_begins_with_the_newest", ()),
         (CancelsNothing, "test_cancel_ends_a_request_alone", ()),
         (CancelsAll, "test_cancel_ends_a_request_alone", ()),
         (Leaks, "test_closing_the_iterator_cancels", ()),

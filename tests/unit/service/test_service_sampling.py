@@ -10,7 +10,17 @@ from service_harness import BASE, Harness, submission
 from descant.errors import NotFound, Overloaded, ServerError, UserError
 from descant.service.samplers import SampleFold
 from descant.testing.clock import settle
-from descant.types import CheckpointName, PromptScores, SampleDelta, SampleRequest, SnapshotRef, TopK, Version
+from descant.types import (
+    CheckpointName,
+    PromptScores,
+    SampleDelta,
+    SampleOutput,
+    SampleRequest,
+    SamplerKind,
+    SnapshotRef,
+    TopK,
+    Version,
+)
 
 
 async def sampler(harness: Harness, session: str, number: int, path: str | None = None) -> str:
@@ -49,6 +59,69 @@ async def test_a_sampling_client_keeps_its_version(harness: Harness) -> None:
     assert list(before.sequences[0].tokens) != list(other.sequences[0].tokens)
     assert not await harness.checkpoints.list(), "an ephemeral save is no checkpoint"
     assert not harness.world.snapshots
+
+
+async def test_an_inflight_client_follows_and_older_weights_stay_for_snapshots_only(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+
+    async def saved(seq_id: int, number: int, kind: SamplerKind | None) -> str:
+        await harness.result(await harness.fb(model, seq_id))
+        await harness.result(await harness.step(model, seq_id + 1, lr=1.0))
+        return (
+            await harness.result(await harness.sampler(model, seq_id + 2, number=number, kind=kind))
+        ).sampling_session_id
+
+    def number(output: SampleOutput) -> int:
+        return output.versions[0].number
+
+    def held() -> set[int]:
+        return {version.number for version in harness.world.published}
+
+    follower = await saved(1, 0, "inflight")
+    assert number(await harness.greedy(follower, 0)) == 3
+    fixed = await saved(4, 1, "snapshot")
+    assert number(await harness.greedy(follower, 1)) == 6, "it follows whatever is newer"
+    assert held() == {6}, "nobody samples 3 any more"
+    late = await saved(7, 2, "inflight")
+    unsaid = await saved(10, 3, None)
+    assert [number(await harness.greedy(s, 2)) for s in (follower, late, fixed, unsaid)] == [12, 12, 6, 12]
+    assert held() == {6, 12}
+    await harness.service.finish_session("alice", session, reason="success", detail=None)
+    await harness.until(lambda: not harness.world.published)
+
+
+async def test_an_inflight_request_that_runs_moves(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    follower = (await harness.result(await harness.sampler(model, 1, number=0, kind="inflight"))).sampling_session_id
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SampleRequest):
+            begun.set()
+            await release.wait()
+
+    harness.hook = hook
+    running = await harness.sample(follower)
+    await begun.wait()
+    await harness.result(await harness.sampler(model, 2, number=1, kind="inflight"))
+    release.set()
+    assert [v.number for v in (await harness.result(running)).versions] == [1, 2]
+
+
+async def test_what_is_not_said_is_a_setting(harness: Harness) -> None:
+    await harness.stop()
+    harness.settings = replace(harness.settings, sampler_kind="inflight")
+    await harness.start()
+    model = await harness.model()
+    unsaid, fixed = [
+        (await harness.result(await harness.sampler(model, n + 1, number=n, kind=kind))).sampling_session_id
+        for n, kind in enumerate((None, "snapshot"))
+    ]
+    await harness.result(await harness.sampler(model, 3, number=2))
+    assert (await harness.greedy(unsaid)).versions[0].number == 3
+    assert (await harness.greedy(fixed)).versions[0].number == 2
 
 
 async def test_a_path_is_published_once_and_only_when_sampled(harness: Harness) -> None:
