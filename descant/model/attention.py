@@ -45,6 +45,9 @@ other keyword that is not None is refused by name (gpt-oss's ``s_aux``, ignored,
 KV_SHAPES = "kv_shapes"
 """With this key in ``Pass.cache`` (an empty dict), each layer notes ``layer_idx → (K, D of keys, D of values)``."""
 
+RULES = "rules"
+"""Likewise, each layer notes ``layer_idx → Rule``."""
+
 DECODE_ROWS = 16
 """Sequences of the KV pages with at most so many query tokens are computed together; longer ones each alone."""
 
@@ -89,7 +92,7 @@ def attention(
         raise UserError("attention dropout is not supported: the model must be in eval mode")
     if isinstance(plan, DecodePass):
         return _decode(module, query, key, value, plan, scaling, sliding_window, softcap), None
-    rule = _Rule(
+    rule = Rule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
     )
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -98,6 +101,8 @@ def attention(
         layer = cast(int, module.layer_idx)
         if (shapes := plan.cache.get(KV_SHAPES)) is not None:
             cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        if (rules := plan.cache.get(RULES)) is not None:
+            cast(dict[int, Rule], rules)[layer] = rule
         if query.shape[2] < plan.num_tokens:
             raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
         if plan.kv is not None:
@@ -117,7 +122,7 @@ def attention(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
+class Rule:
     """How scores become weights: ``scaling``; only the last ``window`` keys; ``cap · tanh(score / cap)``."""
 
     scaling: float
@@ -291,7 +296,7 @@ def _run(indices: torch.Tensor) -> slice | None:
 
 def _forward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -314,7 +319,7 @@ def _forward(
 
 
 def _over_pages(
-    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    plan: Pass, rule: Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> torch.Tensor:
     kv, num_tokens = plan.kv, plan.num_tokens
     assert kv is not None
@@ -330,7 +335,7 @@ def _over_pages(
 
 def _blocked(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -384,7 +389,7 @@ def _packed_float(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: _Tile, rule: _Rule, want_logsumexp: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: _Tile, rule: Rule, want_logsumexp: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """float32 [S · K, G · R, D] against [S · K, N, D] → out of the same shape, logsumexp [S · K, G · R].
 
@@ -452,7 +457,7 @@ class _Attention(torch.autograd.Function):
             out, logsumexp = torch.ops.descant.attention(query, key, value, handle, scaling, window, softcap)
         else:
             plan = ctx.plan = PASSES[handle]
-            rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+            rule = Rule(scaling=scaling, window=window, softcap=softcap)
             out, logsumexp = _forward(plan, rule, query, key, value, want_logsumexp=True)
         ctx.save_for_backward(query, key, value, out, logsumexp, handle)
         ctx.rule = (scaling, window, softcap)
@@ -476,7 +481,7 @@ def _forward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+    rule = Rule(scaling=scaling, window=window, softcap=softcap)
     out, logsumexp = _forward(PASSES[handle], rule, query, key, value, want_logsumexp=True)
     assert logsumexp is not None
     return out, logsumexp.contiguous()
@@ -494,7 +499,7 @@ def _backward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan, rule = PASSES[handle], _Rule(scaling=scaling, window=window, softcap=softcap)
+    plan, rule = PASSES[handle], Rule(scaling=scaling, window=window, softcap=softcap)
     num_tokens, num_padding = plan.num_tokens, len(query) - plan.num_tokens
     do, q, k, v, o = (x[:num_tokens] for x in (grad_out, query, key, value, out))
     backward = _varlen_backward if _has_varlen(rule, query, value) else _blocked_backward
@@ -534,7 +539,7 @@ def _backward_shapes(
 
 def _blocked_backward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -615,7 +620,7 @@ def _unseen(length: int, window: int | None, device: torch.device, context: int 
 
 
 def _kernel_backward(
-    rule: _Rule,
+    rule: Rule,
     context: int,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -648,7 +653,7 @@ def _kernel_backward(
 
 
 def _plain_backward(
-    rule: _Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+    rule: Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """[B, H or K, L (keys: context + L), D]. By autograd over the formula, in float32 (a soft cap, values of another
     size, CUDA)."""
@@ -667,7 +672,7 @@ def _plain_backward(
 # CUDA
 
 
-def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_varlen(rule: Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     return (
         query.is_cuda
         and rule.softcap is None
@@ -676,7 +681,7 @@ def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _varlen_options(plan: Pass, rule: _Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
+def _varlen_options(plan: Pass, rule: Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
     """And what both kernels are told of the rule."""
     if "cu_seqlens" not in plan.cache:
         plan.cache["cu_seqlens"] = _cumulative_lengths(plan, device)
@@ -719,7 +724,7 @@ def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
 
 
 def _varlen(
-    plan: Pass, rule: _Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    plan: Pass, rule: Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels under PyTorch's own packed attention (``torch.nn.attention.varlen``), which has no way to be called
     from an operator and be differentiated there. They take fewer key heads than query heads."""
@@ -744,7 +749,7 @@ def _varlen(
 
 def _varlen_backward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -781,7 +786,7 @@ def _varlen_backward(
 
 
 def _paged(
-    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    plan: Pass, rule: Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> torch.Tensor:
     from descant.model.paged_attention import paged_attention, prefill_tiles
 

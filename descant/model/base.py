@@ -60,7 +60,8 @@ class BaseModel:
         self.compiled = False
         """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
         self._has_graphs = False
-        self._decoder = decoder
+        self.decoder = decoder
+        """The network without its head."""
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -87,7 +88,7 @@ class BaseModel:
         self.channel.current = lora
         try:
             with nullcontext() if compiled else self.eager():
-                hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
+                hidden_TD = forward(self.decoder, tokens_T, positions_T, pass_)
         finally:
             self.channel.current = self.channel.given = None
         if compiled and hidden_TD.requires_grad:
@@ -144,7 +145,7 @@ class BaseModel:
         ``eager``, or with the layers' calls replaced by others: their graphs are for passes without pages."""
         self.channel.current = adapters
         try:
-            return forward(self._decoder, tokens_N, positions_N, pass_)
+            return forward(self.decoder, tokens_N, positions_N, pass_)
         finally:
             self.channel.current = self.channel.given = None
 
@@ -215,10 +216,13 @@ def forward(
 def make_kv_pool(
     kv_shapes: Sequence[tuple[int, int, int]], num_pages: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
-    def pages(heads: int, size: int) -> torch.Tensor:
-        return torch.zeros(num_pages, heads, PAGE_TOKENS, size, dtype=dtype, device=device)
+    def pages(*shape: int) -> torch.Tensor:
+        return torch.zeros(num_pages, *shape, dtype=dtype, device=device)
 
+    if device.type == "cpu" and all(key == value for _, key, value in kv_shapes):
+        joined = tuple(pages(2, heads, PAGE_TOKENS, size) for heads, size, _ in kv_shapes)
+        return KVPool(keys=tuple(x[:, 0] for x in joined), values=tuple(x[:, 1] for x in joined), joined=joined)
     return KVPool(
-        keys=tuple(pages(heads, key) for heads, key, _ in kv_shapes),
-        values=tuple(pages(heads, value) for heads, _, value in kv_shapes),
+        keys=tuple(pages(heads, PAGE_TOKENS, key) for heads, key, _ in kv_shapes),
+        values=tuple(pages(heads, PAGE_TOKENS, value) for heads, _, value in kv_shapes),
     )

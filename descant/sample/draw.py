@@ -13,8 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+from descant.sample.chance import uniforms
+from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
 
 HEAD_TOKENS = 1024
 BLOCK_TOKENS = 256
@@ -59,6 +63,19 @@ def alternatives(
         scaled_NV = _scaled(logits_NV, [temperature] * len(logits_NV))
         ids_NK = _inverse_cdf(scaled_NV - normaliser(scaled_NV), uniform_NK)
     return ids_NK, logits_NV.gather(1, ids_NK) - normaliser(logits_NV)
+
+
+LikeliestRow = tuple[tuple[int, ...], tuple[float, ...]]
+"""Ids and log-probabilities, falling."""
+
+
+def likeliest_rows(logits_NV: torch.Tensor, asked: Sequence[tuple[float, int]]) -> list[LikeliestRow]:
+    """``likeliest`` on the host, of (temperature, k) a row."""
+    ids_NK, logprobs_NK = likeliest(logits_NV, [t for t, _ in asked], max(k for _, k in asked))
+    return [
+        (tuple(ids[:k]), tuple(logprobs[:k]))
+        for ids, logprobs, (_, k) in zip(ids_NK.tolist(), logprobs_NK.tolist(), asked, strict=True)
+    ]
 
 
 def _scaled(logits_NV: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
@@ -174,3 +191,34 @@ def _inverse_cdf(logprobs_MV: torch.Tensor, uniform_MK: torch.Tensor) -> torch.T
     # The two ways to sum a block may differ in the last bit: then its last token with probability is meant.
     last_MK = (inside_MKT >= inside_MKT[..., -1:]).to(torch.uint8).argmax(dim=2)
     return (block_MK * BLOCK_TOKENS + torch.minimum(place_MK, last_MK)).clamp_max_(vocab_size - 1)
+
+
+def score_rows(chunk: PromptChunk, first: int, last: int, logits_SV: torch.Tensor) -> PromptRows:
+    """What is asked about rows ``first:last`` of the chunk."""
+    device = logits_SV.device
+    normaliser_S1 = normaliser(logits_SV)
+    targets_S1 = torch.from_numpy(chunk.targets[first:last]).to(device)[:, None]
+    logprobs_S = (logits_SV.gather(1, targets_S1) - normaliser_S1)[:, 0].cpu().numpy()
+    topk_ids = topk_logprobs = cells = drawn_ids = drawn_logprobs = None
+    if chunk.topk:
+        ids_SK, logprobs_SK = likeliest(logits_SV, [1.0] * (last - first), chunk.topk)
+        topk_ids, topk_logprobs = ids_SK.int().cpu().numpy(), logprobs_SK.cpu().numpy()
+    if chunk.row_starts is not None and chunk.token_ids is not None:
+        starts = chunk.row_starts[first : last + 1]
+        rows_C = torch.from_numpy(np.repeat(np.arange(last - first), np.diff(starts))).to(device)
+        ids_C = torch.from_numpy(chunk.token_ids[starts[0] : starts[-1]].clip(min=0)).to(device)
+        cells = (logits_SV[rows_C, ids_C] - normaliser_S1[rows_C, 0]).cpu().numpy()
+    if chunk.num_drawn:
+        rows_S1 = np.arange(chunk.first_row + first, chunk.first_row + last, dtype=np.uint64)[:, None]
+        draws_SK = rows_S1 * np.uint64(MAX_ALTERNATIVES) + np.arange(chunk.num_drawn, dtype=np.uint64)
+        uniform_SK = torch.from_numpy(uniforms(np.full(draws_SK.shape, chunk.seed, np.uint64), draws_SK)).to(device)
+        ids_SK, logprobs_SK = alternatives(logits_SV, chunk.temperature, uniform_SK)
+        drawn_ids, drawn_logprobs = ids_SK.cpu().numpy(), logprobs_SK.cpu().numpy()
+    return PromptRows(
+        logprobs=logprobs_S,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+        cells=cells,
+        drawn_ids=drawn_ids,
+        drawn_logprobs=drawn_logprobs,
+    )

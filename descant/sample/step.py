@@ -7,7 +7,8 @@ Legend: T tokens of the pass, B sequences, N sequences that draw, S scored token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,13 +16,14 @@ import torch
 
 from descant.errors import ServerError
 from descant.model.base import BaseModel
+from descant.model.flat import MAX_ROWS, FlatDecoder
 from descant.model.lora import LoraPass
 from descant.model.passes import KVPass, Pass, RowRef, Segment
-from descant.sample.chance import uniform, uniforms
+from descant.sample.chance import uniform
 from descant.sample.decode import DecodeGraphs, Flight, table_width
-from descant.sample.draw import RowParams, alternatives, draw, likeliest, normaliser
+from descant.sample.draw import LikeliestRow, RowParams, draw, likeliest_rows, score_rows
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
-from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
+from descant.sample.scores import PromptChunk, PromptRows
 from descant.types import Version
 
 SCORE_ROWS = 256
@@ -47,6 +49,7 @@ class Sampler:
         self._model = model
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
+        self._flat: FlatDecoder | None = None
         self._ahead: Flight | None = None
         if model.device.type == "cuda" and model.packable:
             self._pool = model.make_kv_pool(num_pages + 1)
@@ -60,6 +63,8 @@ class Sampler:
         else:
             self._pool = model.make_kv_pool(num_pages)
             model.pack_weights()
+            if model.packable:
+                self._flat = FlatDecoder.of(model, self._pool)
 
     def acquire(self, version: Version | None) -> None:
         """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
@@ -85,9 +90,12 @@ class Sampler:
     @torch.no_grad()
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
-        packable), computes wanted logits only, samples, and returns in the plan's order."""
+        packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
+        and returns in the plan's order."""
         if self._decode is not None:
             outputs = self._run_graphs(self._decode, plan.sequences)
+        elif self._flat is not None:
+            outputs = self._run_flat(self._flat, plan.sequences)
         elif self._model.packable:
             outputs = self._run(sorted(plan.sequences, key=self._order))
         else:
@@ -144,29 +152,34 @@ class Sampler:
 
     def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
         decoded = flight.wait()
-        tokens, logprobs = decoded.tokens.tolist(), decoded.logprobs.tolist()
-        finite = np.isfinite(decoded.logprobs).tolist()
-        if cut := [(index, sequence) for index, sequence in rows if _is_cut(sequence)]:
-            logits_MV = self._model.head.scaled(flight.step.logits_NV[[index for index, _ in cut]])
-            tokens_M, logprobs_M = draw(logits_MV, [_params(sequence) for _, sequence in cut])
-            for (index, _), token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
-                tokens[index], logprobs[index] = token, logprob
-        topk: dict[int, _TopKRow] = {}
-        if wanted := [(index, sequence) for index, sequence in rows if sequence.topk]:
-            logits_MV = self._model.head.scaled(flight.step.logits_NV[[index for index, _ in wanted]])
-            found = _topk(logits_MV, [sequence for _, sequence in wanted])
-            topk = {index: row for (index, _), row in zip(wanted, found, strict=True)}
-        return [
-            SequenceOutput(
-                sequence=sequence.sequence,
-                tokens=(tokens[index],),
-                logprobs=(logprobs[index],),
-                topk=(topk[index],) if sequence.topk else (),
+        chosen, sequences = [index for index, _ in rows], [sequence for _, sequence in rows]
+        tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
+        if cut := [n for n, sequence in enumerate(sequences) if _is_cut(sequence)]:
+            logits_MV = self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in cut]])
+            tokens_M, logprobs_M = draw(logits_MV, [_params(sequences[n]) for n in cut])
+            for n, token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
+                tokens[n], logprobs[n] = token, logprob
+        return _outputs(
+            sequences,
+            tokens,
+            logprobs,
+            lambda wanted: self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in wanted]]),
+        )
+
+    def _run_flat(self, flat: FlatDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput] = []
+        decoding = sorted((s for s in sequences if _decodes(s)), key=self._order)
+        for first in range(0, len(decoding), MAX_ROWS):
+            part = decoding[first : first + MAX_ROWS]
+            logits_NV = flat.logits(
+                [s.tokens[0] for s in part],
+                [s.context for s in part],
+                [s.pages for s in part],
+                [self._row(s) for s in part],
             )
-            if finite[index]
-            else SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
-            for index, sequence in rows
-        ]
+            outputs += _drawn(part, logits_NV)
+        others = sorted((s for s in sequences if not _decodes(s)), key=self._order)
+        return outputs + (self._run(others) if others else [])
 
     def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         device = self._model.device
@@ -224,19 +237,8 @@ class Sampler:
             return outputs
         last = [starts[index] + len(sequences[index].tokens) - 1 for index in drawing]
         logits_NV = self._model.head.logits_at(hidden_TD, lora, torch.tensor(last))
-        tokens_N, logprobs_N = draw(logits_NV, [_params(sequences[index]) for index in drawing])
-        finite_N = logprobs_N.isfinite()
-        for index, token, logprob, finite in zip(
-            drawing, tokens_N.tolist(), logprobs_N.tolist(), finite_N.tolist(), strict=True
-        ):
-            if not finite:
-                outputs[index] = SequenceOutput(sequence=sequences[index].sequence, error=NOT_FINITE)
-                continue
-            outputs[index] = replace(outputs[index], tokens=(token,), logprobs=(logprob,))
-        if wanted := [n for n, index in enumerate(drawing) if sequences[index].topk and finite_N[n]]:
-            found = _topk(logits_NV[wanted], [sequences[drawing[n]] for n in wanted])
-            for n, row in zip(wanted, found, strict=True):
-                outputs[drawing[n]] = replace(outputs[drawing[n]], topk=(row,))
+        for index, output in zip(drawing, _drawn([sequences[index] for index in drawing], logits_NV)):
+            outputs[index] = output
         return outputs
 
     def _score(
@@ -247,53 +249,41 @@ class Sampler:
         for first in range(0, chunk.num_rows, SCORE_ROWS):
             last = min(first + SCORE_ROWS, chunk.num_rows)
             logits_SV = self._model.head.logits_at(hidden_TD, lora, torch.arange(start + first, start + last))
-            part = _score_rows(chunk, first, last, logits_SV)
+            part = score_rows(chunk, first, last, logits_SV)
             if not np.isfinite(part.logprobs).all():
                 return None
             parts.append(part)
         return PromptRows.joined(parts)
 
 
-def _score_rows(chunk: PromptChunk, first: int, last: int, logits_SV: torch.Tensor) -> PromptRows:
-    """What is asked about rows ``first:last`` of the chunk."""
-    device = logits_SV.device
-    normaliser_S1 = normaliser(logits_SV)
-    targets_S1 = torch.from_numpy(chunk.targets[first:last]).to(device)[:, None]
-    logprobs_S = (logits_SV.gather(1, targets_S1) - normaliser_S1)[:, 0].cpu().numpy()
-    topk_ids = topk_logprobs = cells = drawn_ids = drawn_logprobs = None
-    if chunk.topk:
-        ids_SK, logprobs_SK = likeliest(logits_SV, [1.0] * (last - first), chunk.topk)
-        topk_ids, topk_logprobs = ids_SK.int().cpu().numpy(), logprobs_SK.cpu().numpy()
-    if chunk.row_starts is not None and chunk.token_ids is not None:
-        starts = chunk.row_starts[first : last + 1]
-        rows_C = torch.from_numpy(np.repeat(np.arange(last - first), np.diff(starts))).to(device)
-        ids_C = torch.from_numpy(chunk.token_ids[starts[0] : starts[-1]].clip(min=0)).to(device)
-        cells = (logits_SV[rows_C, ids_C] - normaliser_S1[rows_C, 0]).cpu().numpy()
-    if chunk.num_drawn:
-        rows_S1 = np.arange(chunk.first_row + first, chunk.first_row + last, dtype=np.uint64)[:, None]
-        draws_SK = rows_S1 * np.uint64(MAX_ALTERNATIVES) + np.arange(chunk.num_drawn, dtype=np.uint64)
-        uniform_SK = torch.from_numpy(uniforms(np.full(draws_SK.shape, chunk.seed, np.uint64), draws_SK)).to(device)
-        ids_SK, logprobs_SK = alternatives(logits_SV, chunk.temperature, uniform_SK)
-        drawn_ids, drawn_logprobs = ids_SK.cpu().numpy(), logprobs_SK.cpu().numpy()
-    return PromptRows(
-        logprobs=logprobs_S,
-        topk_ids=topk_ids,
-        topk_logprobs=topk_logprobs,
-        cells=cells,
-        drawn_ids=drawn_ids,
-        drawn_logprobs=drawn_logprobs,
-    )
+def _drawn(sequences: Sequence[SequenceStep], logits_NV: torch.Tensor) -> list[SequenceOutput]:
+    """Row n is sequence n's."""
+    tokens_N, logprobs_N = draw(logits_NV, [_params(sequence) for sequence in sequences])
+    return _outputs(sequences, tokens_N.tolist(), logprobs_N.tolist(), lambda wanted: logits_NV[wanted])
 
 
-_TopKRow = tuple[tuple[int, ...], tuple[float, ...]]
-
-
-def _topk(logits_MV: torch.Tensor, sequences: Sequence[SequenceStep]) -> list[_TopKRow]:
-    """For each row as many of the likeliest tokens as its sequence wants."""
-    ids_MK, logprobs_MK = likeliest(logits_MV, [s.temperature for s in sequences], max(s.topk for s in sequences))
+def _outputs(
+    sequences: Sequence[SequenceStep],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    logits: Callable[[list[int]], torch.Tensor],
+) -> list[SequenceOutput]:
+    """What was drawn, with the likeliest tokens where they are wanted. ``logits`` float32 of the rows asked for."""
+    finite = [math.isfinite(logprob) for logprob in logprobs]
+    topk: dict[int, LikeliestRow] = {}
+    if wanted := [n for n, sequence in enumerate(sequences) if sequence.topk and finite[n]]:
+        asked = [(sequences[n].temperature, sequences[n].topk) for n in wanted]
+        topk = dict(zip(wanted, likeliest_rows(logits(wanted), asked), strict=True))
     return [
-        (tuple(ids[: s.topk]), tuple(logprobs[: s.topk]))
-        for ids, logprobs, s in zip(ids_MK.tolist(), logprobs_MK.tolist(), sequences, strict=True)
+        SequenceOutput(
+            sequence=sequence.sequence,
+            tokens=(tokens[n],),
+            logprobs=(logprobs[n],),
+            topk=(topk[n],) if sequence.topk else (),
+        )
+        if finite[n]
+        else SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
+        for n, sequence in enumerate(sequences)
     ]
 
 
