@@ -92,9 +92,7 @@ def attention(
         raise UserError("attention dropout is not supported: the model must be in eval mode")
     if isinstance(plan, DecodePass):
         return _decode(module, query, key, value, plan, scaling, sliding_window, softcap), None
-    rule = Rule(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
-    )
+    rule = Rule(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     compiled = torch.compiler.is_compiling()  # then plan's handle is all that may be read of it, and no layer's index
     if not compiled:

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
@@ -144,19 +143,18 @@ class FlatDecoder:
         rules = trial.expected()
         flat = FlatDecoder(
             model,
-            [
-                replace(layer, rule=rules[index], pages=trial.pool.joined[index])
-                for index, layer in enumerate(layers)
-            ],
+            [replace(layer, rule=rules[index], pages=trial.pool.joined[index]) for index, layer in enumerate(layers)],
         )
         if not trial.equals(flat):
             logger.warning("%s decodes through its modules: its flat step has other bits", model.facts.name)
             return None
-        flat._layers = [
-            replace(layer, pages=pages) for layer, pages in zip(flat._layers, pool.joined, strict=True)
-        ]
+        flat._layers = [replace(layer, pages=pages) for layer, pages in zip(flat._layers, pool.joined, strict=True)]
         for module in model.decoder.modules():
-            if isinstance(module, MultiLoraLinear) and module.site.name.split(".")[-1] in ("q_proj", "k_proj", "v_proj"):
+            if isinstance(module, MultiLoraLinear) and module.site.name.split(".")[-1] in (
+                "q_proj",
+                "k_proj",
+                "v_proj",
+            ):
                 module.packed = None  # joined here; a second time they are not needed
         return flat
 
@@ -191,9 +189,7 @@ class FlatDecoder:
         padding = [0] * (num_rows - num_sequences)
         positions = np.array([*contexts, *padding], np.int64)
         hidden_NH: torch.Tensor = self._embedding(torch.tensor([*tokens, *padding]))
-        cos, sin = (
-            x[0].unsqueeze(1) for x in self._rotary(hidden_NH[None], torch.from_numpy(positions)[None])
-        )
+        cos, sin = (x[0].unsqueeze(1) for x in self._rotary(hidden_NH[None], torch.from_numpy(positions)[None]))
         sin_before, sin_behind = -sin[..., :half], sin[..., half:]
         turned = hidden_NH.new_empty(num_rows, num_queries + K, D)
         turned_before, turned_behind = turned[..., :half], turned[..., half:]
@@ -231,7 +227,9 @@ class FlatDecoder:
             hidden_NH.add_(output)
         return _normed(hidden_NH, self._norm)
 
-    def _cells(self, table: NDArray[np.int64], positions: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _cells(
+        self, table: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where this step's keys and values go, int64 [N, 2 · K] of the pages' vectors counted through; the pages that
         are begun with them (and zeroed first: what an earlier owner left in a page's tail is multiplied by 0)."""
         blocks, cells = np.divmod(positions, PAGE_TOKENS)
@@ -341,7 +339,7 @@ def _records(model: BaseModel) -> list[_Layer] | None:
         attention, mlp = layer.self_attn, layer.mlp
         if _children(attention) not in (_ATTENTION, _ATTENTION | _ATTENTION_NORMS):
             return None
-        has_norms = _ATTENTION_NORMS <= _children(attention)
+        has_norms = _children(attention) >= _ATTENTION_NORMS
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if has_norms else []
         products = (
@@ -436,8 +434,7 @@ class _Trial:
         last = [int(prompt[-1]) for prompt in self._prompts]
         logits_NV = flat.logits(last, self._contexts, self._pages, [None] * len(last))
         return torch.equal(logits_NV, _given(self._expected_NV)) and all(
-            torch.equal(mine, theirs)
-            for mine, theirs in zip(self.pool.joined, self._expected_pool.joined, strict=True)
+            torch.equal(mine, theirs) for mine, theirs in zip(self.pool.joined, self._expected_pool.joined, strict=True)
         )
 
     def _through_modules(

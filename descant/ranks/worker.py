@@ -23,6 +23,7 @@ from descant.model.passes import PAGE_TOKENS
 from descant.ranks.loop import Outcome, as_descant
 from descant.ranks.settings import LossSettings, RankSettings, RankSpec
 from descant.ranks.turns import Microbatch, Rows, SampleStep
+from descant.sample.drafter import NgramDrafter
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput
 from descant.sample.step import Sampler
 from descant.train.step import Learner, RequestKey
@@ -100,6 +101,7 @@ class Worker:
             eos_token_ids=facts.eos_token_ids,
             max_num_samples=self.capabilities.max_num_samples,
             max_topk=self.capabilities.max_topk_prompt_logprobs,
+            draft_tokens=settings.draft_tokens,
         )
         seeds = torch.Generator()
         seeds.seed()  # from the system's entropy: requests without a seed differ from run to run
@@ -107,6 +109,7 @@ class Worker:
             limits,
             decode_text=self._decode_text,
             fresh_seed=lambda: int(torch.randint(0, 2**62, (), generator=seeds)),
+            drafter=NgramDrafter() if settings.drafter == "ngram" else None,
         )
 
     def _decode_text(self, tokens: Sequence[int]) -> str:

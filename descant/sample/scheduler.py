@@ -24,6 +24,7 @@ import numpy as np
 from descant.errors import DescantError, Overloaded, ServerError, UserError
 from descant.sample.chance import stream_seed
 from descant.sample.check import check_request
+from descant.sample.drafter import DraftContext, Drafter
 from descant.sample.pages import PAGE_TOKENS, PageAllocator, page_key, pages_for, root_key
 from descant.sample.scores import PromptChunk, PromptRows, PromptScorer, empty_topk, fill_topk
 from descant.sample.stops import StopText
@@ -45,6 +46,8 @@ class SampleLimits:
     max_num_samples: int = 1024
     max_topk: int = 20
     """Alternatives a position, at most."""
+    draft_tokens: int = 4
+    """Tokens guessed ahead for a sequence, at most, where there is a drafter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,8 @@ class SequenceStep:
 
     ``tokens``: its next input tokens (a prompt's chunk, or the token sampled last), whose first has position
     ``context``; ``pages``: its page ids, at least enough for ``context + len(tokens)``. ``sample``: draw the next token
-    from the last position's logits.
+    from the last position's logits. ``draft``: guesses of what is drawn then; as many as come true are drawn in this
+    step, and one token more. Only behind a single token, and with pages for them.
     """
 
     sequence: int
@@ -72,6 +76,7 @@ class SequenceStep:
     """How many of the likeliest tokens are wanted beside a drawn one."""
     prompt: PromptChunk | None = None
     """What is asked of the prompt's tokens among ``tokens``."""
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.sequences)
+        return sum(len(s.tokens) + len(s.draft) for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +213,7 @@ class Scheduler:
         decode_text: Callable[[Sequence[int]], str],
         fresh_seed: Callable[[], int],
         keeps_prefixes: bool = True,
+        drafter: Drafter | None = None,
     ):
         """``decode_text`` (the tokenizer's, special tokens spelled out) serves stop strings; ``fresh_seed`` requests
         without a seed. ``keeps_prefixes`` False: every sequence computes all its tokens, as a reference."""
@@ -215,6 +221,7 @@ class Scheduler:
         self._decode_text = decode_text
         self._fresh_seed = fresh_seed
         self._keeps_prefixes = keeps_prefixes
+        self._drafter = drafter
         self._computing: dict[bytes, _Sequence] = {}
         self._released: set[Version] = set()  # while requests still run with them
         self._pages = PageAllocator(limits.num_pages)
@@ -228,6 +235,9 @@ class Scheduler:
         self._preemptions = 0
         self._prefilled_tokens = 0
         self._hit_tokens = 0
+        self._drafted_steps = 0
+        self._drafted_tokens = 0
+        self._accepted_tokens = 0
         self._crossings = 0
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -335,8 +345,9 @@ class Scheduler:
     def stats(self) -> dict[str, int]:
         """``waiting`` (sequences, preempted ones included), ``waiting_requests`` (that have not begun), ``running``,
         ``free_pages`` (those with kept prefixes included), ``used_pages``, ``kept_pages``; since the start
-        ``preemptions``, ``prefilled_tokens``, ``hit_tokens`` (not computed, since their pages were there) and
-        ``crossings`` (of running sequences to a newer version)."""
+        ``preemptions``, ``prefilled_tokens``, ``hit_tokens`` (not computed, since their pages were there),
+        ``crossings`` (of running sequences to a newer version), ``drafted_steps`` (of one sequence each),
+        ``drafted_tokens`` and ``accepted_tokens``."""
         return {
             "waiting": len(self._sequences) - len(self._running),
             "waiting_requests": self._num_waiting_requests(),
@@ -348,6 +359,9 @@ class Scheduler:
             "prefilled_tokens": self._prefilled_tokens,
             "hit_tokens": self._hit_tokens,
             "crossings": self._crossings,
+            "drafted_steps": self._drafted_steps,
+            "drafted_tokens": self._drafted_tokens,
+            "accepted_tokens": self._accepted_tokens,
         }
 
     def _num_waiting_requests(self) -> int:
@@ -373,7 +387,8 @@ class Scheduler:
             ):  # one token of room beforehand, while pages abound, lets the sampler compute ahead
                 sequence.pages += self._pages.take(1)
 
-        steps = [self._step(sequence, 1) for sequence in self._running if sequence.remaining == 1]
+        decoding = [sequence for sequence in self._running if sequence.remaining == 1]
+        steps = [self._step(s, 1, draft) for s, draft in zip(decoding, self._drafts(decoding), strict=True)]
         budget = self._limits.step_tokens
         for sequence in self._running:
             if sequence.remaining > 1 and budget:
@@ -390,7 +405,25 @@ class Scheduler:
         self._in_flight = StepPlan(sequences=tuple(steps))
         return self._in_flight
 
-    def _step(self, sequence: _Sequence, count: int) -> SequenceStep:
+    def _drafts(self, sequences: Sequence[_Sequence]) -> list[tuple[int, ...]]:
+        if self._drafter is None:
+            return [()] * len(sequences)
+        contexts: dict[int, DraftContext] = {}
+        for sequence in sequences:
+            request = sequence.request
+            limit = min(
+                self._limits.draft_tokens,
+                request.max_tokens - len(sequence.drawn) - 1,  # one more is drawn in any case
+                len(sequence.pages) * PAGE_TOKENS - sequence.length,
+            )
+            if limit > 0 and (request.scorer is not sequence or request.unscored is None):
+                contexts[sequence.id] = DraftContext(
+                    sequence=sequence.id, prompt=request.prompt, drawn=sequence.drawn, limit=limit
+                )
+        proposed = dict(zip(contexts, self._drafter.propose(list(contexts.values())), strict=True))
+        return [proposed.get(sequence.id, ()) for sequence in sequences]
+
+    def _step(self, sequence: _Sequence, count: int, draft: tuple[int, ...] = ()) -> SequenceStep:
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
         params, drawn, length = request.request.sampling_params, sequence.drawn, sequence.length
         scores = request.unscored if request.scorer is sequence else None
@@ -414,6 +447,7 @@ class Scheduler:
             draw=len(drawn),
             topk=request.request.topk_sample_logprobs,
             prompt=None if scores is None else scores.chunk(start, end),
+            draft=draft,
         )
 
     def _grow(self, sequence: _Sequence) -> None:
@@ -487,11 +521,29 @@ class Scheduler:
             sequence.computed += len(step.tokens)
             if output.prompt is not None and request.scores is not None:
                 request.scores.take(output.prompt)
+            stop_reason = self._append(sequence, output)
+            if step.draft:
+                self._take_guesses(sequence, step, output)
             if sequence.computed // PAGE_TOKENS > sequence.kept:
                 self._keep_pages(sequence)
-            if output.tokens:
-                deltas += self._append(sequence, output)
+            if stop_reason is not None or (output.tokens and request.request.stream):
+                deltas.append(self._delta(sequence, stop_reason))
+            if stop_reason is not None:
+                self._end(sequence)
+                request.open -= 1
+                if request.open == 0:
+                    self._end_request(request)
         return deltas
+
+    def _take_guesses(self, sequence: _Sequence, step: SequenceStep, output: SequenceOutput) -> None:
+        """Those that came true are computed already."""
+        accepted = len(output.tokens) - 1
+        sequence.computed = min(sequence.computed + accepted, sequence.length)  # a stop may have come before
+        self._drafted_steps += 1
+        self._drafted_tokens += len(step.draft)
+        self._accepted_tokens += accepted
+        if self._drafter is not None:
+            self._drafter.accepted(sequence.id, len(step.draft), accepted)
 
     def _keep_pages(self, sequence: _Sequence) -> None:
         """Tells the allocator of the pages that have become full."""
@@ -506,29 +558,18 @@ class Scheduler:
             sequence.claims = [key for key in sequence.claims if key not in done]
         sequence.kept = full
 
-    def _append(self, sequence: _Sequence, output: SequenceOutput) -> list[SampleDelta]:
+    def _append(self, sequence: _Sequence, output: SequenceOutput) -> StopReason | None:
         """What was drawn, up to the first token that ends the sequence."""
         request = sequence.request
-        stop_reason: StopReason | None = None
         for index, token in enumerate(output.tokens):
             sequence.drawn.append(token)
             sequence.logprobs.append(output.logprobs[index])
             sequence.topk += output.topk[index : index + 1]
             if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
-                stop_reason = "stop"
-            elif len(sequence.drawn) >= request.max_tokens:
-                stop_reason = "length"
-            if stop_reason is not None:
-                break
-        if stop_reason is None and not request.request.stream:
-            return []
-        delta = self._delta(sequence, stop_reason)
-        if stop_reason is not None:
-            self._end(sequence)
-            request.open -= 1
-            if request.open == 0:
-                self._end_request(request)
-        return [delta]
+                return "stop"
+            if len(sequence.drawn) >= request.max_tokens:
+                return "length"
+        return None
 
     def _delta(self, sequence: _Sequence, stop_reason: StopReason | None) -> SampleDelta:
         """What it has drawn and nobody has been told."""
@@ -592,6 +633,8 @@ class Scheduler:
         if sequence.running:
             self._stop_running(sequence)
         del self._sequences[sequence.id]
+        if self._drafter is not None:
+            self._drafter.ended(sequence.id)
 
     def _end_request(self, request: _Request) -> None:
         members = [s for s in self._running if s.request is request] + request.waiting

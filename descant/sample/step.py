@@ -91,17 +91,23 @@ class Sampler:
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
         packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
-        and returns in the plan's order."""
+        and returns in the plan's order.
+
+        Guessed tokens are rows of their own, as if they were sequences with one key more each: a pass writes all keys
+        before it reads any, and a row reads those up to its own."""
+        rows = [row for sequence in plan.sequences for row in _rows(sequence)]
         if self._decode is not None:
-            outputs = self._run_graphs(self._decode, plan.sequences)
+            outputs = self._run_graphs(self._decode, rows, has_drafts=len(rows) > len(plan.sequences))
         elif self._flat is not None:
-            outputs = self._run_flat(self._flat, plan.sequences)
+            outputs = self._run_flat(self._flat, rows)
         elif self._model.packable:
-            outputs = self._run(sorted(plan.sequences, key=self._order))
+            outputs = self._run(sorted(rows, key=self._order))
         else:
-            outputs = [output for sequence in plan.sequences for output in self._run([sequence])]
-        by_sequence = {output.sequence: output for output in outputs}
-        return [by_sequence[sequence.sequence] for sequence in plan.sequences]
+            outputs = [output for row in rows for output in self._run([row])]
+        by_sequence: dict[int, list[SequenceOutput]] = {}
+        for output in outputs:  # a sequence's rows are still in order: sorting has kept it
+            by_sequence.setdefault(output.sequence, []).append(output)
+        return [_verified(sequence, by_sequence[sequence.sequence]) for sequence in plan.sequences]
 
     def _order(self, sequence: SequenceStep) -> tuple[int, int]:
         return _row_order(self._row(sequence))
@@ -114,9 +120,12 @@ class Sampler:
             raise ServerError(f"a step names {sequence.version}, which no request has acquired")
         return pin.row
 
-    def _run_graphs(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+    def _run_graphs(
+        self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep], *, has_drafts: bool
+    ) -> list[SequenceOutput]:
         """What the device did ahead is taken where it serves; the rest is computed now. A step of decoding sequences
-        only is followed by the next, ahead, before its own result is waited for."""
+        only is followed by the next, ahead, before its own result is waited for; not where the result decides how many
+        tokens were drawn."""
         flight, self._ahead = self._ahead, None
         others = [s for s in sequences if not _decodes(s)]
         served: list[tuple[int, SequenceStep]] = []
@@ -131,7 +140,7 @@ class Sampler:
                     served.append((index, sequence))
         # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after would
         # write over the logits that alternatives are taken from.
-        goes_on = not others and not any(_is_cut(s) or s.topk for s in sequences)
+        goes_on = not others and not has_drafts and not any(_is_cut(s) or s.topk for s in sequences)
 
         outputs: list[SequenceOutput] = []
         if flight is not None and served:
@@ -285,6 +294,42 @@ def _outputs(
         else SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
         for n, sequence in enumerate(sequences)
     ]
+
+
+def _rows(sequence: SequenceStep) -> list[SequenceStep]:
+    """The step as rows without drafts: its token, and each guess behind it."""
+    if not sequence.draft:
+        return [sequence]
+    return [
+        replace(
+            sequence,
+            tokens=(token,),
+            context=sequence.context + place,
+            draw=sequence.draw + place,
+            draft=(),
+        )
+        for place, token in enumerate((*sequence.tokens, *sequence.draft))
+    ]
+
+
+def _verified(sequence: SequenceStep, rows: Sequence[SequenceOutput]) -> SequenceOutput:
+    """What was drawn from each row, as far as the rows were about what was drawn before them."""
+    if not sequence.draft:
+        return rows[0]
+    true = 1
+    for guess, row in zip(sequence.draft, rows, strict=False):
+        if row.tokens != (guess,):
+            break
+        true += 1
+    rows = rows[:true]
+    if (error := rows[-1].error) is not None:
+        return SequenceOutput(sequence=sequence.sequence, error=error)
+    return SequenceOutput(
+        sequence=sequence.sequence,
+        tokens=tuple(token for row in rows for token in row.tokens),
+        logprobs=tuple(logprob for row in rows for logprob in row.logprobs),
+        topk=tuple(likely for row in rows for likely in row.topk),
+    )
 
 
 def _decodes(sequence: SequenceStep) -> bool:

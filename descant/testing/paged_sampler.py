@@ -7,10 +7,12 @@ the draw: a page lost, shared wrongly, or given out twice changes tokens or rais
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from descant.sample.chance import uniform
+from descant.sample.drafter import Drafter
 from descant.sample.pages import PAGE_TOKENS
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, SequenceStep, StepPlan
 from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
@@ -38,8 +40,8 @@ def decode_letters(tokens: Iterable[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-def scheduler(**changes: object) -> Scheduler:
-    return Scheduler(limits(**changes), decode_text=decode_letters, fresh_seed=lambda: 12345)
+def scheduler(*, drafter: Drafter | None = None, **changes: object) -> Scheduler:
+    return Scheduler(limits(**changes), decode_text=decode_letters, fresh_seed=lambda: 12345, drafter=drafter)
 
 
 def request(
@@ -83,13 +85,30 @@ class PagedFake:
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         written: set[tuple[int, int]] = set()
         for step in plan.sequences:
-            for position, token in enumerate(step.tokens, start=step.context):
+            for position, token in enumerate((*step.tokens, *step.draft), start=step.context):
                 cell = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
                 assert cell not in written, "two sequences write one cell in one step"
                 written.add(cell)
                 self.pages[cell[0]][cell[1]] = (step.version, token)
             self.num_tokens += len(step.tokens)
-        return [self._output(step) for step in plan.sequences]
+        return [self._verified(step) for step in plan.sequences]
+
+    def _verified(self, step: SequenceStep) -> SequenceOutput:
+        """Draws as long as the step's guesses come true, each from the history as the pages tell it."""
+        outputs = [self._output(step)]
+        for place, guess in enumerate(step.draft, start=1):
+            if outputs[-1].tokens != (guess,):
+                break
+            row = replace(step, tokens=(guess,), context=step.context + place, draw=step.draw + place, draft=())
+            outputs.append(self._output(row))
+        if not step.draft:
+            return outputs[0]
+        return SequenceOutput(
+            sequence=step.sequence,
+            tokens=tuple(token for output in outputs for token in output.tokens),
+            logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+            topk=tuple(likely for output in outputs for likely in output.topk),
+        )
 
     def history(self, step: SequenceStep, length: int) -> list[int]:
         tokens = []

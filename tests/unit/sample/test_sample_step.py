@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats as scipy_stats
 
 from descant.errors import NotFound, ServerError, UserError
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
+from descant.sample.drafter import DraftContext, Drafter, NgramDrafter
 from descant.sample.scheduler import SampleLimits, Scheduler, StepPlan
 from descant.sample.step import Sampler
 from descant.testing.paged_sampler import Finished, run
 from descant.testing.studio import Studio, datum, tokens
-from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
+from descant.testing.tiny import ARCHITECTURES, EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
 from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, TensorData, Version
 
 NUM_PAGES = 20
@@ -42,7 +44,7 @@ def load(directory: Path) -> Callable[..., BaseModel]:
 class Desk:
     """A scheduler, a sampler and adapters on one model; versions are numbered by their adapter's name."""
 
-    def __init__(self, model: BaseModel, *, num_pages: int = NUM_PAGES, **limits: int):
+    def __init__(self, model: BaseModel, *, num_pages: int = NUM_PAGES, drafter: Drafter | None = None, **limits: int):
         fields = {"max_running": 6, "step_tokens": 50, "max_waiting": 100, **limits}
         self.model = model
         self.studio = Studio(model)
@@ -57,6 +59,7 @@ class Desk:
             ),
             decode_text=lambda tokens: "".join(chr(33 + token) for token in tokens),
             fresh_seed=lambda: 0,
+            drafter=drafter,
         )
 
     def publish(self, model_id: str, rank: int = 8, seed: int = 1) -> Version:
@@ -79,6 +82,16 @@ class Desk:
         for request in requests:
             self.sampler.release(request.version)
         return finished
+
+    def next_logprobs(self, prompt: np.ndarray, version: Version | None = None) -> np.ndarray:
+        """Of all tokens after a prompt, at temperature 1: float64 [V]."""
+        cells = np.full((len(prompt), VOCAB_SIZE), -1)
+        cells[-1] = np.arange(VOCAB_SIZE)
+        targets = TensorData(data=cells.ravel(), shape=cells.shape)
+        request = ask("next", np.append(prompt, 0), version, target_prompt_logprobs=targets, max_tokens=1)
+        found = self.run(request).prompts["next"].target_logprobs
+        assert found is not None
+        return found.data.reshape(cells.shape)[-1].astype(np.float64)
 
     def trainer_logprobs(self, model_id: str, sequence: Iterable[int]) -> np.ndarray:
         """Of tokens 1 and up, by a forward pass of the trainer."""
@@ -203,8 +216,7 @@ def test_scores_of_a_long_prompt_beside_its_samples(load: Callable[..., BaseMode
     ids, logprobs = finished.topk["r", 1]
     assert len(ids) == 5
     for index in range(5):
-        before = [*prompt, *drawn[:index]]
-        logits = np.array([desk.trainer_logprobs("m", [*before, token])[-1] for token in range(VOCAB_SIZE)]) / 0.7
+        logits = desk.next_logprobs(np.array([*prompt, *drawn[:index]]), version) / 0.7
         expected = logits - np.log(np.exp(logits).sum())
         np.testing.assert_allclose(logprobs[index], np.sort(expected)[::-1][:4], atol=1e-4)
         np.testing.assert_allclose(expected[ids[index]], logprobs[index], atol=1e-4)
@@ -337,6 +349,108 @@ def test_one_sequence_a_pass_where_the_model_is_not_packable(load: Callable[...,
     finished = desk.run(*requests)
     assert set(passes) == {1}
     assert finished.tokens == expected.tokens
+
+
+# -------------------------------------------------------------------------------------------------------------- guesses
+class Guesses:
+    """Of known sequences what comes next, every third token wrong."""
+
+    def __init__(self, known: Iterable[list[int]]):
+        self._known = list(known)
+        self._count = 0
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[tuple[int, ...]]:
+        return [self._propose(context) for context in contexts]
+
+    def _propose(self, context: DraftContext) -> tuple[int, ...]:
+        place = len(context.drawn)
+        for drawn in self._known:
+            if drawn[:place] == list(context.drawn):
+                ahead = drawn[place : place + context.limit]
+                self._count += len(ahead)
+                return tuple((t + 1) % VOCAB_SIZE if (self._count + i) % 3 == 0 else t for i, t in enumerate(ahead))
+        return (1,) * context.limit
+
+    def accepted(self, sequence: int, drafted: int, accepted: int) -> None:
+        pass
+
+    def ended(self, sequence: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+def test_guesses_change_no_token_and_no_bit(tmp_path: Path, arch: str) -> None:
+    """Greedy, sampled and cut, with adapters mixed, through every way a step is computed."""
+    source = ModelSource(name="tiny", directory=tiny_model(arch, tmp_path / arch))
+    try:
+        model = load_model(source, device=torch.device("cpu"), dtype=torch.bfloat16)
+    except UserError:
+        pytest.skip("not served")
+    desk = Desk(model)
+    versions = [None, desk.publish("m", 8), desk.publish("n", 16, seed=2)]
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "topk_sample_logprobs": 3},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 40},
+    ]
+    requests = [
+        ask(f"r{i}{j}", tokens(20 + 10 * i, i), version, max_tokens=12, seed=i, **params[j])
+        for i, version in enumerate(versions)
+        for j in range(3)
+    ]
+    expected = desk.run(*requests)
+    guessing = Desk(model, drafter=Guesses(expected.tokens.values()))
+    guessing.sampler, guessing.studio = desk.sampler, desk.studio
+    finished = guessing.run(*requests)
+    stats = guessing.scheduler.stats()
+    assert stats["drafted_tokens"] > stats["accepted_tokens"] > 0
+    assert finished.tokens == expected.tokens
+    if arch not in ("qwen3_moe", "qwen3_next"):  # an expert's product has other rows then
+        assert finished.logprobs == expected.logprobs
+        assert finished.topk == expected.topk
+
+
+@pytest.mark.parametrize("rank", [0, 40], ids=["often right", "nearly always wrong"])
+def test_what_is_drawn_beside_guesses_follows_the_exact_distribution(load: Callable[..., BaseModel], rank: int) -> None:
+    model = load()
+    """Of a sample's second token, the first being given."""
+    prompt, temperature, num_draws = tokens(5, 1), 0.7, 1200
+    weights = np.exp(Desk(model).next_logprobs(prompt) / temperature)
+    order = np.argsort(-weights)
+
+    class OneToken(Guesses):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[tuple[int, ...]]:
+            return [(int(order[rank]),)] * len(contexts)
+
+    guessing = Desk(model, max_running=64, drafter=OneToken([]))
+
+    def given(plan: StepPlan) -> list:
+        return [
+            dataclasses.replace(output, tokens=(int(prompt[4]),)) if step.draw == 0 and output.tokens else output
+            for step, output in zip(plan.sequences, guessing.sampler.step(plan), strict=True)
+        ]
+
+    guessing.step = given  # type: ignore[method-assign]
+    samples = {"num_samples": 100, "max_tokens": 3, "temperature": temperature}
+    finished = guessing.run(*(ask(f"r{i}", prompt[:4], seed=i, **samples) for i in range(num_draws // 100)))
+    second = np.array([sequence[1] for sequence in finished.tokens.values()])
+    assert guessing.scheduler.stats()["drafted_steps"] == num_draws
+    counts = np.bincount(second, minlength=VOCAB_SIZE)[order]
+    expected = weights[order] / weights.sum() * num_draws
+    big = expected >= 5
+    observed = np.append(counts[big], counts[~big].sum())
+    wanted = np.append(expected[big], expected[~big].sum())
+    assert scipy_stats.chisquare(observed, wanted).pvalue > 0.001
+    likely = expected[rank] / num_draws
+    assert (second == order[rank]).mean() == pytest.approx(likely, abs=4 * (likely / num_draws) ** 0.5)
+
+
+def test_repetitions_are_guessed(load: Callable[..., BaseModel]) -> None:
+    desk = Desk(load(), drafter=NgramDrafter())
+    prompt = np.tile(tokens(20, 1), 4)
+    expected = Desk(load()).run(ask("r", prompt, temperature=0.0, max_tokens=40))
+    assert desk.run(ask("r", prompt, temperature=0.0, max_tokens=40)).tokens == expected.tokens
+    assert desk.scheduler.stats()["drafted_tokens"] > 0
 
 
 def test_samples_of_one_prompt_compute_it_once(load: Callable[..., BaseModel]) -> None:
