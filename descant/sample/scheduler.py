@@ -395,11 +395,10 @@ class Scheduler:
                 steps.append(self._step(sequence, min(sequence.remaining, budget)))
                 budget -= len(steps[-1].tokens)
         if self._preemptions == preemptions:
-            for admitted in self._admissions():
+            admissions = self._admissions()
+            while budget and (admitted := next(admissions, None)) is not None:
                 steps.append(self._step(admitted, min(admitted.remaining, budget)))
                 budget -= len(steps[-1].tokens)
-                if not budget:
-                    break
         if not steps:
             return None
         self._in_flight = StepPlan(sequences=tuple(steps))

@@ -13,6 +13,7 @@ from typing import Any
 
 from descant.errors import ServerError
 from descant.ports import Clock, FutureStore
+from descant.service.presence import Client
 from descant.types import Answer, Encoded
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ RATE_WINDOW = 32
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of.
+    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of. ``client``:
+    who waits for it, if it is given up without.
 
     ``submitted``: the backend has it; until then it waits for its turn in the order of its model.
     ``on_end`` is called once, however it ends.
@@ -38,6 +40,7 @@ class Job:
     model_id: str | None = None
     seq_id: int = 0
     num_tokens: int = 0
+    client: Client | None = None
     accepted_at: float = 0.0
     on_end: Callable[[], None] | None = None
     submitted: bool = False

@@ -25,6 +25,7 @@ from descant.service import samplers
 from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRecord, SessionRecord
 from descant.service.jobs import Job, Jobs
 from descant.service.names import check_checkpoint_name, model_id_of, parse_path, sampling_session_id_of
+from descant.service.presence import Client, Presence, client_of
 from descant.service.queue import Finish, ModelQueue
 from descant.service.resume import Resume
 from descant.service.samplers import Publications
@@ -69,6 +70,9 @@ from descant.types import (
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+
+MAX_GIVEN_UP = 1 << 16
+"""Sampling requests given up of which it is remembered that they were."""
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -153,6 +157,11 @@ class ServiceSettings:
     inflight, which follows the newest weights."""
     max_samples_in_flight: int = 4096
     """Sampling requests of one base that were accepted and have not ended; one more is told to come again."""
+    vanish_grace_s: float = 0.5
+    """A client that broke off every wait of its own and did not wait again for this long has vanished: its sampling
+    requests are given up. The SDK sends them again should it be there after all."""
+    vanish_timeout_s: float = 60.0
+    """So has one that waits for nothing and sent nothing, not even a heartbeat (every 10 s), for this long."""
     sweep_interval_s: float = 1.0
     """How often it is looked whether a hole, a session or a base is over its time."""
     prune_interval_s: float = 60.0
@@ -213,6 +222,16 @@ class Service:
         self._samplers: dict[str, SamplingSessionRecord] = {}
         """Those sampled since the start, of open sessions."""
         self._samples_in_flight = dict.fromkeys(self._backends, 0)
+        self._presence = Presence(
+            clock=clock,
+            grace_s=self._settings.vanish_grace_s,
+            spawn=self._jobs.spawn,
+            vanished=lambda client: self._give_up(
+                client.session_id, "its client closed all its connections", client=client
+            ),
+        )
+        self._given_up: dict[str, None] = {}
+        """The latest sampling requests whose clients vanished."""
         self._sweeper: asyncio.Task[None] | None = None
         self._last_prune = clock.monotonic()
 
@@ -283,6 +302,7 @@ class Service:
     async def heartbeat(self, principal: str, session_id: str) -> None:
         """Raises ``Gone`` for a session that is over, ``NotFound`` for one that never was."""
         await self._session(principal, session_id)
+        self._presence.sign(Client(session_id))
 
     async def finish_session(self, principal: str, session_id: str, *, reason: str, detail: str | None) -> None:
         """Its models are deleted, its ephemeral weights released. Finishing twice is finishing once."""
@@ -535,6 +555,8 @@ class Service:
         session = await self._session(principal, sampler.session_id)
         base = self._served(sampler.base)
         self._check_sample(base, submission)
+        key = FutureKey(kind="sample", scope=submission.sampling_session_id, seq_id=submission.seq_id)
+        client = client_of(key)
         limit = self._settings.max_samples_in_flight
         if self._samples_in_flight[base] >= limit:
             raise Overloaded(f"{limit} sampling requests are in flight on {base}, which is as many as are taken")
@@ -544,11 +566,18 @@ class Service:
             self._samples_in_flight[base] -= 1
 
         def begin(request_id: str) -> None:
-            job = Job(request_id=request_id, operation="sample", base=base, seq_id=submission.seq_id, on_end=leave)
+            job = Job(
+                request_id=request_id,
+                operation="sample",
+                base=base,
+                seq_id=submission.seq_id,
+                client=client,
+                on_end=leave,
+            )
             self._jobs.start(self._jobs.add(job), self._sample(request_id, sampler, session, submission))
 
         request_id = await self._accept(
-            key=FutureKey(kind="sample", scope=submission.sampling_session_id, seq_id=submission.seq_id),
+            key=key,
             owner=principal,
             base=base,
             operation="sample",
@@ -564,15 +593,54 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------ futures
     async def retrieve_future(self, principal: str, request_id: str, *, timeout_s: float) -> FutureState | Pending:
-        """Waits up to ``timeout_s``. Raises ``NotFound`` for an id this principal does not own."""
-        state = await self._futures.get(request_id)
-        if state.owner != principal:  # before any waiting, whose length would tell that the id exists
-            raise NotFound(f"no request {request_id!r}: it never was, or its answer is no longer kept")
-        if state.encoded is None and timeout_s > 0:
-            state = await self._futures.get(request_id, timeout_s=timeout_s)
+        """Waits up to ``timeout_s``. Raises ``NotFound`` for an id this principal does not own, ``Gone`` for a sampling
+        request that was given up because nobody waited for it: who still wants it sends it again."""
+        state = await self._future(principal, request_id)
+        client = client_of(state.key)
+        with self._presence.polling(client):
+            session = self._sessions.get(client.session_id)
+            if session is not None:
+                session.last_seen = self._clock.monotonic()
+            if state.encoded is None and timeout_s > 0:
+                state = await self._futures.get(request_id, timeout_s=timeout_s)
+        if request_id in self._given_up:
+            raise Gone(f"request {request_id!r} was given up, since its client had gone; send it again")
         if state.encoded is not None:
             return state
         return Pending(request_id=request_id, queue_state="active", reason=self._reason(state))
+
+    async def poll_broken_off(self, principal: str, request_id: str) -> None:
+        """The client's side closed the connection on which it waited for this request; that wait is over."""
+        state = await self._future(principal, request_id)
+        self._presence.broken_off(client_of(state.key))
+
+    async def cancel_future(self, principal: str, request_id: str) -> None:
+        """Ends a sampling request, whose future fails; others run on, for what they do counts. Raises ``NotFound``."""
+        await self._future(principal, request_id)
+        job = self._jobs.get(request_id)
+        if job is not None and job.client is not None:
+            self._jobs.fail(job, UserError("the request was cancelled by its client"))
+
+    async def _future(self, principal: str, request_id: str) -> FutureState:
+        state = await self._futures.get(request_id)
+        if state.owner != principal:  # before any waiting, whose length would tell that the id exists
+            raise NotFound(f"no request {request_id!r}: it never was, or its answer is no longer kept")
+        return state
+
+    def _give_up(self, session_id: str, why: str, *, client: Client | None = None) -> None:
+        """Ends a session's sampling requests, or those of one client of it, whose client is not there any more."""
+        jobs = [
+            job
+            for job in self._jobs.where(lambda job: job.client is not None and job.client.session_id == session_id)
+            if not job.ended and client in (None, job.client)
+        ]
+        for job in jobs:
+            self._given_up[job.request_id] = None
+            self._jobs.fail(job, ServerError(f"the request was given up: {why}"))
+        while len(self._given_up) > MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+        if jobs:
+            log.info("%d sampling requests were given up: %s", len(jobs), why)
 
     # ================================================================================================ looking up
 
@@ -639,6 +707,8 @@ class Service:
     ) -> str:
         """The future of a submission. ``begin`` is called with its id if it is new, and only then: of the same request
         sent twice, one begins. Client gone or not, what was promised is begun."""
+
+        self._presence.sign(client_of(key))
 
         async def promise() -> str:
             new = False
@@ -939,7 +1009,11 @@ class Service:
         for model in list(self._models.values()):
             model.queue.expire()
         for session_id, session in list(self._sessions.items()):
+            if self._presence.polls(session_id):
+                session.last_seen = now
             idle_s = now - session.last_seen
+            if idle_s > self._settings.vanish_timeout_s:
+                self._give_up(session_id, f"nothing was heard of its client for {idle_s:.0f} s")
             if idle_s > self._settings.session_timeout_s:
                 await _logged(self._end_session(session_id, f"nothing was heard of it for {idle_s:.0f} s"))
         for base in self._backends:

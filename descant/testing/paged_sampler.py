@@ -1,7 +1,8 @@
 """A sampler that keeps what it is given in pages, as the real one keeps keys, and checks them at every step.
 
-Its next token is a pure function of the sequence's whole history as the *pages* tell it, of the version, the seed and
-the draw: a page lost, shared wrongly, or given out twice changes tokens or raises.
+Its next token is a pure function of the sequence's whole history as the *pages* tell it (which token each key was
+computed from, with which version), of the seed and the draw: a page lost, shared wrongly, or given out twice changes
+tokens or raises. A sequence finds its own keys again, and only others' that are of its version throughout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from descant.sample.chance import uniform
 from descant.sample.drafter import Drafter
-from descant.sample.pages import PAGE_TOKENS
+from descant.sample.pages import PAGE_TOKENS, pages_for
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, SequenceStep, StepPlan
 from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
 from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, TensorData, Version
@@ -40,8 +41,14 @@ def decode_letters(tokens: Iterable[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-def scheduler(*, drafter: Drafter | None = None, **changes: object) -> Scheduler:
-    return Scheduler(limits(**changes), decode_text=decode_letters, fresh_seed=lambda: 12345, drafter=drafter)
+def scheduler(*, keeps_prefixes: bool = True, drafter: Drafter | None = None, **changes: object) -> Scheduler:
+    return Scheduler(
+        limits(**changes),
+        decode_text=decode_letters,
+        fresh_seed=lambda: 12345,
+        keeps_prefixes=keeps_prefixes,
+        drafter=drafter,
+    )
 
 
 def request(
@@ -57,6 +64,7 @@ def request(
     prompt_logprobs_last_n: int | None = None,
     target_prompt_logprobs: TensorData | None = None,
     prompt_alt_tokens_k: int = 0,
+    inflight: bool = False,
     **params: object,
 ) -> SampleRequest:
     return SampleRequest(
@@ -72,24 +80,42 @@ def request(
         target_prompt_logprobs=target_prompt_logprobs,
         prompt_alt_tokens_k=prompt_alt_tokens_k,
         stream=stream,
+        inflight=inflight,
     )
+
+
+Cell = tuple[Version | None, int, int]
+"""A key: the version and the token that it was computed from, and a number that stands for the keys before it."""
+
+
+def cell_after(before: Cell | None, version: Version | None, token: int) -> Cell:
+    return version, token, hash((before and before[2], version and version.number, token))
 
 
 class PagedFake:
     def __init__(self, num_pages: int, script: dict[int, list[int]] | None = None):
         """``script``: sequence id → the tokens it will draw, instead of the pseudo-random ones."""
-        self.pages: list[list[tuple[object, int] | None]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
+        self.pages: list[list[Cell | None]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
         self.script = script or {}
         self.num_tokens = 0
+        self.drawn: dict[int, list[tuple[Version | None, int]]] = {}
+        """By sequence: its tokens, and with which version each was drawn."""
+        self._own: dict[int, list[Cell]] = {}
+        """By sequence: what must lie in its pages."""
 
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         written: set[tuple[int, int]] = set()
         for step in plan.sequences:
-            for position, token in enumerate((*step.tokens, *step.draft), start=step.context):
-                cell = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
-                assert cell not in written, "two sequences write one cell in one step"
-                written.add(cell)
-                self.pages[cell[0]][cell[1]] = (step.version, token)
+            assert step.tokens, "nothing to compute, so no logits to draw from"
+            self._meet(step)
+            own = self._own[step.sequence]
+            for guess in step.draft:
+                own = [*own, cell_after(own[-1], step.version, guess)]
+            for position in range(step.context, len(own)):
+                place = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
+                assert place not in written, "two sequences write one cell in one step"
+                written.add(place)
+                self.pages[place[0]][place[1]] = own[position]
             self.num_tokens += len(step.tokens)
         return [self._verified(step) for step in plan.sequences]
 
@@ -99,6 +125,8 @@ class PagedFake:
         for place, guess in enumerate(step.draft, start=1):
             if outputs[-1].tokens != (guess,):
                 break
+            own = self._own[step.sequence]
+            own.append(cell_after(own[-1], step.version, guess))
             row = replace(step, tokens=(guess,), context=step.context + place, draw=step.draw + place, draft=())
             outputs.append(self._output(row))
         if not step.draft:
@@ -110,21 +138,37 @@ class PagedFake:
             topk=tuple(likely for output in outputs for likely in output.topk),
         )
 
-    def history(self, step: SequenceStep, length: int) -> list[int]:
-        tokens = []
-        for position in range(length):
-            cell = self.pages[step.pages[position // PAGE_TOKENS]][position % PAGE_TOKENS]
-            assert cell is not None, f"position {position} was never computed"
-            assert cell[0] == step.version, "keys of another adapter"
-            tokens.append(cell[1])
-        return tokens
+    def _meet(self, step: SequenceStep) -> None:
+        """What its pages hold before it computes is what it computed, or is as if it had now."""
+        own = self._own.setdefault(step.sequence, [])
+        found = self._cells(step, step.context)
+        if found != own:
+            both = min(len(found), len(own))
+            assert [cell and cell[1] for cell in found[:both]] == [cell[1] for cell in own[:both]], "another's tokens"
+            own = []
+            for cell in found:
+                assert cell is not None, "keys that were never computed"
+                own.append(cell_after(own[-1] if own else None, step.version, cell[1]))
+            assert own == found, "keys of another version"
+        own = self._own[step.sequence] = own.copy()
+        for token in step.tokens:
+            own.append(cell_after(own[-1] if own else None, step.version, token))
+
+    def _cells(self, step: SequenceStep, length: int) -> list[Cell | None]:
+        cells: list[Cell | None] = []
+        for page in step.pages[: pages_for(length)]:
+            cells += self.pages[page]
+        return cells[:length]
 
     def _output(self, step: SequenceStep) -> SequenceOutput:
-        history = self.history(step, step.context + len(step.tokens))
+        cells = self._own[step.sequence]
+        assert self._cells(step, step.context + len(step.tokens)) == cells, "keys were overwritten in this step"
+        history = [token for _, token, _ in cells]
         prompt = None if step.prompt is None else self._score(step.prompt, step.context + step.prompt.skip, history)
         if not step.sample:
             return SequenceOutput(sequence=step.sequence, prompt=prompt)
-        token = self._draw(step, history)
+        token = self._draw(step, cells)
+        self.drawn.setdefault(step.sequence, []).append((step.version, token))
         return SequenceOutput(
             sequence=step.sequence,
             tokens=(token,),
@@ -158,11 +202,20 @@ class PagedFake:
             drawn_logprobs=None if drawn is None else -drawn.astype(np.float32),
         )
 
-    def _draw(self, step: SequenceStep, history: list[int]) -> int:
+    def _draw(self, step: SequenceStep, cells: list[Cell]) -> int:
         if step.sequence in self.script:
             return self.script[step.sequence][step.draw]
-        salt = sum((i + 1) * token for i, token in enumerate(history)) + (step.version.number if step.version else 0)
-        return int(uniform(step.seed + salt, step.draw) * VOCAB_SIZE)
+        total = sum(weight(position, version, token) for position, (version, token, _) in enumerate(cells))
+        return next_token(total, step.seed, step.draw)
+
+
+def weight(position: int, version: Version | None, token: int) -> int:
+    """What a key adds to the number that the next token is drawn by."""
+    return (position + 1) * (token + (7 * version.number if version else 0))
+
+
+def next_token(history: int, seed: int, draw: int) -> int:
+    return int(uniform(seed + history, draw) * VOCAB_SIZE)
 
 
 def score(history: list[int], target: int) -> float:
@@ -179,6 +232,8 @@ class Finished:
         self.reasons: dict[tuple[str, int], str] = {}
         self.prompts: dict[str, PromptScores] = {}
         self.topk: dict[tuple[str, int], tuple[list[list[int]], list[list[float]]]] = {}
+        self.versions: dict[tuple[str, int], list[Version | None]] = {}
+        """Of each token."""
 
     def take(self, deltas: Iterable[SampleDelta]) -> None:
         for delta in deltas:
@@ -190,6 +245,7 @@ class Finished:
                 ids, values = self.topk.setdefault(key, ([], []))
                 ids += topk.token_ids.tolist()
                 values += topk.logprobs.tolist()
+            self.versions.setdefault(key, []).extend([delta.version] * len(delta.tokens))
             if delta.stop_reason is not None:
                 self.reasons[key] = delta.stop_reason
             if delta.prompt is not None:

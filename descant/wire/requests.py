@@ -481,5 +481,9 @@ class SampleRequest(Request):
 # Futures
 
 
+class CancelFutureRequest(Request):
+    request_id: Id
+
+
 class RetrieveFutureRequest(Request):
     request_id: Id

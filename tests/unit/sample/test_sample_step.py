@@ -44,7 +44,15 @@ def load(directory: Path) -> Callable[..., BaseModel]:
 class Desk:
     """A scheduler, a sampler and adapters on one model; versions are numbered by their adapter's name."""
 
-    def __init__(self, model: BaseModel, *, num_pages: int = NUM_PAGES, drafter: Drafter | None = None, **limits: int):
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        num_pages: int = NUM_PAGES,
+        keeps_prefixes: bool = True,
+        drafter: Drafter | None = None,
+        **limits: int,
+    ):
         fields = {"max_running": 6, "step_tokens": 50, "max_waiting": 100, **limits}
         self.model = model
         self.studio = Studio(model)
@@ -59,6 +67,7 @@ class Desk:
             ),
             decode_text=lambda tokens: "".join(chr(33 + token) for token in tokens),
             fresh_seed=lambda: 0,
+            keeps_prefixes=keeps_prefixes,
             drafter=drafter,
         )
 
@@ -457,6 +466,31 @@ def test_samples_of_one_prompt_compute_it_once(load: Callable[..., BaseModel]) -
     desk = Desk(load(), max_running=16)
     desk.run(ask("r", tokens(150, 1), num_samples=8, max_tokens=2))
     assert desk.scheduler.stats()["prefilled_tokens"] == 150 + 7 * (150 - 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_prefixes_change_nothing(load: Callable[..., BaseModel], dtype: torch.dtype) -> None:
+    """Bit for bit in bfloat16. Prompts begin alike, go on with what was sampled, and pages are few."""
+    outcomes = []
+    for keeps_prefixes in (True, False):
+        desk = Desk(load(dtype), num_pages=7, keeps_prefixes=keeps_prefixes)
+        version = desk.publish("m", 8)
+        start, finished = tokens(130, 1), []
+        for turn in range(3):
+            requests = [
+                ask(f"{turn}-{i}", np.concatenate([start, tokens(i, i)]), v, num_samples=2, max_tokens=9, seed=i)
+                for i, v in enumerate([version, None, version, None])
+            ]
+            finished.append(desk.run(*requests))
+            start = np.concatenate([start, np.array(finished[-1].tokens[f"{turn}-0", 1], np.int32)])
+        outcomes.append(finished)
+        assert (desk.scheduler.stats()["hit_tokens"] > 2000) == keeps_prefixes
+    for kept, computed in zip(*outcomes, strict=True):
+        assert kept.tokens == computed.tokens
+        if dtype == torch.bfloat16:
+            assert kept.logprobs == computed.logprobs
+        for key, logprobs in computed.logprobs.items():
+            np.testing.assert_allclose(kept.logprobs[key], logprobs, rtol=0, atol=1e-4)
 
 
 def test_versions_are_pinned_while_a_request_uses_them(load: Callable[..., BaseModel]) -> None:
