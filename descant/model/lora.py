@@ -11,8 +11,10 @@ in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), o
 is for what the grouped product does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
-In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried from 1 to 300 rows, 1
-and 2 threads); in fp32 the library takes another path below 4 rows, which differs by 1e-6.
+In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried up to 300 rows, 1 and
+2 threads), but alone it takes another path, where one output in 10,000 (from some 1,500 input features on; of an
+adapter's second product one in 100,000) is rounded the other way; in fp32 fewer than 4 rows differ by 1e-6. So few rows
+are filled up with zeros.
 
 Legend: T tokens, I in, O out, R rank class, G adapters of a run.
 """
@@ -33,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import ServerError
 from descant.model import decode, packed
 from descant.model.bank import AdapterBank, Layout, LoraSite
-from descant.model.passes import Handles, Pass, to_device
+from descant.model.passes import MIN_ROWS, Handles, Pass, to_device
 from descant.types import SCALE_NUMERATOR
 
 MAX_GROUPS = 1023
@@ -586,7 +588,8 @@ def lora_add(
 ) -> None:
     """``lora_forward`` when nothing will be pushed back. On CPU a decode step's segments of a row each are one batched
     product a side instead of two calls a segment (8 adapters, 576 → 1536, rank 16: 155 against 347 µs): in bf16 with
-    the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays."""
+    the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays. (Most models'
+    decode steps take ``wide`` instead.)"""
     runs = lora.runs(start, len(x_TI))
     if not all(_is_batched(lora, run, x_TI, sites) for run in runs):
         lora_forward(x_TI, ys, sites, lora, start=start)
@@ -596,9 +599,13 @@ def lora_add(
         for site, y_TO in zip(sites, ys):
             a_GRI = _stacked(run, layout.a_offset[site], layout.rank_class, x_TI.shape[1])
             b_GOR = _stacked(run, layout.b_offset[site], y_TO.shape[1], layout.rank_class)
-            h_GLR = torch.bmm(x_TI[tokens].view(num_groups, -1, x_TI.shape[1]), a_GRI.transpose(1, 2))
+            x_GLI = x_TI[tokens].view(num_groups, -1, x_TI.shape[1])
             y_GLO = y_TO[tokens].view(num_groups, -1, y_TO.shape[1])
-            y_GLO.baddbmm_(h_GLR, b_GOR.transpose(1, 2), alpha=run.segments[0].scale)
+            h_GLR = torch.bmm(_filled_up(x_GLI), a_GRI.transpose(1, 2))[:, : x_GLI.shape[1]]
+            few_GLO = torch.baddbmm(
+                _filled_up(y_GLO), _filled_up(h_GLR), b_GOR.transpose(1, 2), alpha=run.segments[0].scale
+            )
+            y_GLO.copy_(few_GLO[:, : x_GLI.shape[1]])
 
 
 def _is_batched(lora: LoraPass, run: _Run, x_TI: torch.Tensor, sites: Sequence[int]) -> bool:
@@ -678,13 +685,24 @@ def _view(slab_SP: torch.Tensor, slot: int, offset: int, rows: int, columns: int
 def _segment_shrink(x_TI: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> torch.Tensor:
     layout = slabs.layout
     a_RI = _view(slabs.work_SP, segment.work, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
-    return torch.mm(x_TI[segment.start : segment.end], a_RI.t())
+    x = x_TI[segment.start : segment.end]
+    return torch.mm(_filled_up(x), a_RI.t())[: len(x)]
+
+
+def _filled_up(x: torch.Tensor) -> torch.Tensor:
+    """[..., L, I] with at least ``MIN_ROWS`` rows, on CPU."""
+    missing = MIN_ROWS - x.shape[-2]
+    return x if missing <= 0 or x.is_cuda else F.pad(x, (0, 0, 0, missing))
 
 
 def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> None:
     layout = slabs.layout
     b_OR = _view(slabs.work_SP, segment.work, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
-    y_TO[segment.start : segment.end].addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    y = y_TO[segment.start : segment.end]
+    if len(y) >= MIN_ROWS or y.is_cuda:
+        y.addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    else:
+        y.copy_(torch.addmm(_filled_up(y), _filled_up(h_TR), b_OR.t(), alpha=segment.scale)[: len(y)])
 
 
 def _segment_backward(

@@ -61,7 +61,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weights:
-    """Of one product, packed: ``a`` [S · G · R, I], with the scales in it; ``b`` of each part [O, its sites · G · R]."""
+    """Of one product, packed: ``a`` [S · G · R, I], scales in it; ``b`` of each part [O, its sites · G · R]."""
 
     a: torch.Tensor
     b: tuple[torch.Tensor, ...]
@@ -286,9 +286,8 @@ def _same_bits(in_features: int, out_features: int, rank_class: int, num_adapter
     x_NI, y_NO = random(MIN_ROWS, in_features), random(MIN_ROWS, out_features)
     places = [index % num_adapters for index in range(MIN_ROWS)]
     expected_NO = y_NO.clone()
-    for index, place in enumerate(places):
-        row = slice(index, index + 1)
-        expected_NO[row].addmm_(x_NI[row] @ a_GRI[place].t(), b_GOR[place].t())
+    for index, place in enumerate(places):  # a row alone would take another path (see ``lora``)
+        expected_NO[index] = torch.addmm(y_NO, x_NI @ a_GRI[place].t(), b_GOR[place].t())[index]
     weights = _Weights(
         a=packed.reorder(a_GRI.flatten(0, 1)), b=(packed.reorder(b_GOR.transpose(0, 1).flatten(1).contiguous()),)
     )

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import ServerError
 from descant.model import decode
 from descant.model.bank import AdapterBank, LoraSite
-from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped
+from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped, lora_add, lora_forward
 from descant.model.passes import KVPool, Pass, Segment
 from descant.types import LoraConfig
 
@@ -350,6 +350,32 @@ def test_bf16_rows_do_not_depend_on_their_neighbours(num_rows: int) -> None:
         pass_ = Pass(seq_lens=(num_rows,), segments=(segment(bank, "m0", 0, num_rows),))
         part = run(layers, channel, LoraPass.of(pass_, bank), x[7 : 7 + num_rows])
     assert torch.equal(whole[7 : 7 + num_rows], part)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_few_tokens_have_the_bits_that_they_have_among_many(length: int) -> None:
+    """A single row's product takes another path, whose sums differ where there are many input features."""
+    site = LoraSite(name="layers.0.down_proj", group="mlp", in_features=4096, out_features=256)
+    bank = AdapterBank((site,), device=torch.device("cpu"), dtype=torch.bfloat16)
+    bank.create("m", LoraConfig(rank=32, seed=0))
+    randomise(bank, "m", seed=0)
+    generator = torch.Generator().manual_seed(0)
+    x_TI, y_TO = (torch.randn(480, size, generator=generator).bfloat16() for size in (4096, 256))
+
+    def outputs(x_TI: torch.Tensor, y_TO: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        segments = tuple(segment(bank, "m", end - n, end, None) for end, n in zip(ends, lengths))
+        lora = LoraPass.of(Pass(seq_lens=tuple(lengths), segments=segments), bank)
+        assert lora is not None
+        y_TO = y_TO.clone()
+        added_TO = y_TO.clone()
+        lora_forward(x_TI, [y_TO], (0,), lora)
+        lora_add(x_TI, [added_TO], (0,), lora)
+        assert torch.equal(added_TO, y_TO)
+        return y_TO
+
+    many_TO = outputs(x_TI, y_TO, [480])
+    assert torch.equal(outputs(x_TI, y_TO, [length] * (480 // length)), many_TO)
 
 
 @pytest.mark.gpu
