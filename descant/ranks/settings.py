@@ -44,6 +44,8 @@ class RankSettings:
     drafter: Literal["none", "ngram"] = "none"
     """Guesses what sequences will draw, so that a step may draw several tokens; which tokens are drawn does not change.
     ngram: what came after the same few tokens before. A gain for few sequences of repetitive text."""
+    deterministic: bool = False
+    """Sampling: a request gives the same bits whatever else is in the batch. In bf16 on a CPU it does so anyway."""
     draft_tokens: int = 4
     """Tokens that a drafter guesses for a sequence in one step, at most."""
     max_adapter_bytes: int | None = None

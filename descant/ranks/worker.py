@@ -121,7 +121,7 @@ class Worker:
         # Alike on all ranks, so that they move the same adapters, and one plan of pages serves any of them.
         model.bank.max_adapter_bytes = peers.least("adapter bytes", model.bank.max_adapter_bytes)
         self._num_pages = peers.least("pages", num_pages(model, settings))
-        self._sampler = Sampler(model, num_pages=self._num_pages)
+        self._sampler = Sampler(model, num_pages=self._num_pages, deterministic=settings.deterministic)
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()
@@ -132,7 +132,8 @@ class Worker:
         limits = SampleLimits(
             max_running=settings.max_running,
             num_pages=self._num_pages,
-            step_tokens=settings.step_tokens,
+            step_tokens=max(settings.step_tokens, self._sampler.chunk_tokens or 1),
+            chunk_tokens=self._sampler.chunk_tokens,
             max_waiting=settings.max_waiting,
             max_context_length=facts.max_context_length,
             vocab_size=facts.vocab_size,

@@ -48,6 +48,10 @@ class SampleLimits:
     """Alternatives a position, at most."""
     draft_tokens: int = 4
     """Tokens guessed ahead for a sequence, at most, where there is a drafter."""
+    chunk_tokens: int | None = None
+    """Prompts are prefilled up to multiples of this, and drawn tokens are always computed one by one, also after a
+    preemption: what is computed together does not depend on what else runs. At most ``step_tokens``. None: as it
+    comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,8 @@ class SequenceStep:
     prompt: PromptChunk | None = None
     """What is asked of the prompt's tokens among ``tokens``."""
     draft: tuple[int, ...] = ()
+    drawn: bool = False
+    """``tokens`` were drawn by the sequence, none is its prompt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,22 +393,36 @@ class Scheduler:
             ):  # one token of room beforehand, while pages abound, lets the sampler compute ahead
                 sequence.pages += self._pages.take(1)
 
-        decoding = [sequence for sequence in self._running if sequence.remaining == 1]
+        decoding = [s for s in self._running if s.remaining == 1 or self._replays(s)]
         steps = [self._step(s, 1, draft) for s, draft in zip(decoding, self._drafts(decoding), strict=True)]
         budget = self._limits.step_tokens
         for sequence in self._running:
-            if sequence.remaining > 1 and budget:
-                steps.append(self._step(sequence, min(sequence.remaining, budget)))
-                budget -= len(steps[-1].tokens)
+            if sequence.remaining > 1 and not self._replays(sequence) and (count := self._count(sequence, budget)):
+                steps.append(self._step(sequence, count))
+                budget -= count
         if self._preemptions == preemptions:
             admissions = self._admissions()
             while budget and (admitted := next(admissions, None)) is not None:
-                steps.append(self._step(admitted, min(admitted.remaining, budget)))
-                budget -= len(steps[-1].tokens)
+                if (count := self._count(admitted, budget)) == 0:
+                    break  # it has its pages, and goes on in the next step
+                steps.append(self._step(admitted, count))
+                budget -= count
         if not steps:
             return None
         self._in_flight = StepPlan(sequences=tuple(steps))
         return self._in_flight
+
+    def _replays(self, sequence: _Sequence) -> bool:
+        """It computes drawn tokens again, one by one."""
+        return self._limits.chunk_tokens is not None and sequence.computed >= len(sequence.request.prompt)
+
+    def _count(self, sequence: _Sequence, budget: int) -> int:
+        """Tokens of its next step, at most ``budget``."""
+        if (chunk := self._limits.chunk_tokens) is None:
+            return min(sequence.remaining, budget)
+        end = min((sequence.computed // chunk + 1) * chunk, len(sequence.request.prompt))
+        count = max(end - sequence.computed, 1)
+        return count if count <= budget else 0
 
     def _drafts(self, sequences: Sequence[_Sequence]) -> list[tuple[int, ...]]:
         if self._drafter is None:
@@ -415,7 +435,7 @@ class Scheduler:
                 request.max_tokens - len(sequence.drawn) - 1,  # one more is drawn in any case
                 len(sequence.pages) * PAGE_TOKENS - sequence.length,
             )
-            if limit > 0 and (request.scorer is not sequence or request.unscored is None):
+            if limit > 0 and sequence.remaining == 1 and (request.scorer is not sequence or request.unscored is None):
                 contexts[sequence.id] = DraftContext(
                     sequence=sequence.id, prompt=request.prompt, drawn=sequence.drawn, limit=limit
                 )
@@ -447,6 +467,7 @@ class Scheduler:
             topk=request.request.topk_sample_logprobs,
             prompt=None if scores is None else scores.chunk(start, end),
             draft=draft,
+            drawn=start >= len(request.prompt),
         )
 
     def _grow(self, sequence: _Sequence) -> None:
@@ -478,6 +499,8 @@ class Scheduler:
                 keys = sequence.page_keys((sequence.length - 1) // PAGE_TOKENS) if self._keeps_prefixes else []
                 # What scores are asked of is computed too, and so are all tokens behind it.
                 usable = keys if scores is None else keys[: (scores.first_position - 1) // PAGE_TOKENS]
+                if self._limits.chunk_tokens is not None:  # what it has drawn itself, others computed otherwise
+                    usable = usable[: len(request.prompt) // PAGE_TOKENS]
                 prefix = self._pages.find(usable)
                 if len(prefix) < len(usable) and usable[len(prefix)] in self._computing:
                     break
@@ -547,6 +570,8 @@ class Scheduler:
     def _keep_pages(self, sequence: _Sequence) -> None:
         """Tells the allocator of the pages that have become full."""
         full = sequence.computed // PAGE_TOKENS
+        if self._limits.chunk_tokens is not None:
+            full = min(full, len(sequence.request.prompt) // PAGE_TOKENS)
         if self._keeps_prefixes and sequence.pure:
             keys = sequence.page_keys(full)
             for index in range(sequence.kept, full):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -18,16 +19,20 @@ from descant.errors import ServerError
 from descant.model.base import BaseModel
 from descant.model.flat import MAX_ROWS, FlatDecoder
 from descant.model.lora import LoraPass
-from descant.model.passes import KVPass, Pass, RowRef, Segment
+from descant.model.passes import MIN_ROWS, KVPass, Pass, RowRef, Segment
 from descant.sample.chance import uniform
 from descant.sample.decode import DecodeGraphs, Flight, table_width
 from descant.sample.draw import LikeliestRow, RowParams, draw, likeliest_rows, score_rows
+from descant.sample.pages import pages_for
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
 from descant.sample.scores import PromptChunk, PromptRows
 from descant.types import Version
 
 SCORE_ROWS = 256
 """Rows of [V] float32 logits held at once while a prompt is scored."""
+
+CHUNK_TOKENS = 256
+"""Rows of a prefill on CUDA when it must be the same every time."""
 
 NOT_FINITE = "the logits are not finite: the weights overflow the model's number format"
 
@@ -44,15 +49,28 @@ class Sampler:
     Gradients are off, but never by ``inference_mode``: a row made under it could not be trained any more.
     """
 
-    def __init__(self, model: BaseModel, *, num_pages: int, compile_decode: bool = True):
-        """Allocates the KV pool. ``compile_decode``: see ``DecodeGraphs``."""
+    def __init__(self, model: BaseModel, *, num_pages: int, compile_decode: bool = True, deterministic: bool = False):
+        """Allocates the KV pool. ``compile_decode``: see ``DecodeGraphs``.
+
+        ``deterministic``: a sequence's bits do not depend on what else is in its steps. Products then have a number of
+        rows that picks the same kernel every time, filled up with rows of nobody's: multiples of ``MIN_ROWS`` for each
+        adapter in float32 on CPU (bf16 needs nothing); on CUDA prompts run alone in chunks of ``CHUNK_TOKENS``, and
+        decode steps have all their rows. The scheduler's ``chunk_tokens`` must be ``chunk_tokens`` of here."""
         self._model = model
+        self._deterministic = deterministic
+        on_cuda = model.device.type == "cuda"
+        self.chunk_tokens = CHUNK_TOKENS if deterministic and on_cuda else None
+        self._multiple = 1
+        if deterministic and (on_cuda or model.dtype == torch.float32):
+            self._multiple = CHUNK_TOKENS if on_cuda else MIN_ROWS
+        num_filler_pages = pages_for(self._multiple) if self._multiple > 1 else 0
+        self._filler_pages = tuple(range(num_pages, num_pages + num_filler_pages))
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
         self._flat: FlatDecoder | None = None
         self._ahead: Flight | None = None
         if model.device.type == "cuda" and model.packable and not model.sharded:
-            self._pool = model.make_kv_pool(num_pages + 1)
+            self._pool = model.make_kv_pool(num_pages + max(1, num_filler_pages))
             self._decode = DecodeGraphs(
                 model,
                 self._pool,
@@ -61,7 +79,7 @@ class Sampler:
                 compiled=compile_decode,
             )
         else:
-            self._pool = model.make_kv_pool(num_pages)
+            self._pool = model.make_kv_pool(num_pages + num_filler_pages)
             model.pack_weights()
             if model.packable:
                 self._flat = FlatDecoder.of(model, self._pool)
@@ -91,23 +109,17 @@ class Sampler:
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
         packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
-        and returns in the plan's order.
-
-        Guessed tokens are rows of their own, as if they were sequences with one key more each: a pass writes all keys
-        before it reads any, and a row reads those up to its own."""
-        rows = [row for sequence in plan.sequences for row in _rows(sequence)]
+        and returns in the plan's order. Guessed tokens are computed as if they had been drawn."""
         if self._decode is not None:
-            outputs = self._run_graphs(self._decode, rows, has_drafts=len(rows) > len(plan.sequences))
+            outputs = self._run_graphs(self._decode, plan.sequences)
         elif self._flat is not None:
-            outputs = self._run_flat(self._flat, rows)
+            outputs = self._run_flat(self._flat, plan.sequences)
         elif self._model.packable:
-            outputs = self._run(sorted(rows, key=self._order))
+            outputs = self._run(sorted(plan.sequences, key=self._order))
         else:
-            outputs = [output for row in rows for output in self._run([row])]
-        by_sequence: dict[int, list[SequenceOutput]] = {}
-        for output in outputs:  # a sequence's rows are still in order: sorting has kept it
-            by_sequence.setdefault(output.sequence, []).append(output)
-        return [_verified(sequence, by_sequence[sequence.sequence]) for sequence in plan.sequences]
+            outputs = [output for sequence in plan.sequences for output in self._run([sequence])]
+        by_sequence = {output.sequence: output for output in outputs}
+        return [by_sequence[sequence.sequence] for sequence in plan.sequences]
 
     def _order(self, sequence: SequenceStep) -> tuple[int, int]:
         return _row_order(self._row(sequence))
@@ -120,18 +132,16 @@ class Sampler:
             raise ServerError(f"a step names {sequence.version}, which no request has acquired")
         return pin.row
 
-    def _run_graphs(
-        self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep], *, has_drafts: bool
-    ) -> list[SequenceOutput]:
+    def _run_graphs(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         """What the device did ahead is taken where it serves; the rest is computed now. A step of decoding sequences
-        only is followed by the next, ahead, before its own result is waited for; not where the result decides how many
-        tokens were drawn."""
+        only is followed by the next, ahead, before its own result is waited for."""
         flight, self._ahead = self._ahead, None
-        others = [s for s in sequences if not _decodes(s)]
+        alone = self._deterministic
+        others = [s for s in sequences if not self._is_graphs(s)]
         served: list[tuple[int, SequenceStep]] = []
         fresh: list[tuple[RowRef | None, SequenceStep]] = []
         for sequence in sequences:
-            if _decodes(sequence):
+            if self._is_graphs(sequence):
                 row = self._row(sequence)
                 index = None if flight is None else flight.index(sequence, row)
                 if index is None:
@@ -140,7 +150,7 @@ class Sampler:
                     served.append((index, sequence))
         # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after would
         # write over the logits that alternatives are taken from.
-        goes_on = not others and not has_drafts and not any(_is_cut(s) or s.topk for s in sequences)
+        goes_on = not others and not alone and not any(_is_cut(s) or s.topk for s in sequences)
 
         outputs: list[SequenceOutput] = []
         if flight is not None and served:
@@ -152,16 +162,30 @@ class Sampler:
         for first in range(0, len(fresh), graphs.max_rows):
             part = fresh[first : first + graphs.max_rows]
             launched = [sequence for _, sequence in part]
-            flight = graphs.launch(launched, [row for row, _ in part])
             rows = list(enumerate(launched))
+            fillers = [self._filler(None, 1)] * (graphs.max_rows - len(part) if alone else 0)
+            flight = graphs.launch([*launched, *fillers], [*(row for row, _ in part), *(None for _ in fillers)])
             if goes_on and len(part) == len(sequences):
                 self._ahead = graphs.launch_ahead(flight, rows)
             outputs += self._land(flight, rows)
+        if alone:
+            return outputs + [output for sequence in others for output in self._run([sequence])]
         return outputs + (self._run(sorted(others, key=self._order)) if others else [])
+
+    def _is_graphs(self, sequence: SequenceStep) -> bool:
+        """A graph computes its step."""
+        if self._deterministic:  # drawn tokens always, prompts never
+            return sequence.drawn and len(sequence.tokens) == 1
+        return _decodes(sequence) and not sequence.draft
 
     def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
         decoded = flight.wait()
+        if self._deterministic and len(rows) > 1:  # what the host draws, it draws row by row
+            return [output for row in rows for output in self._land(flight, [row])]
         chosen, sequences = [index for index, _ in rows], [sequence for _, sequence in rows]
+        if self._deterministic and not sequences[0].sample:
+            failed = not np.isfinite(decoded.logprobs[chosen[0]])
+            return [SequenceOutput(sequence=sequences[0].sequence, error=NOT_FINITE if failed else None)]
         tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
         if cut := [n for n, sequence in enumerate(sequences) if _is_cut(sequence)]:
             logits_MV = self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in cut]])
@@ -176,29 +200,61 @@ class Sampler:
         )
 
     def _run_flat(self, flat: FlatDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
-        outputs: list[SequenceOutput] = []
+        """Guesses are rows like sequences, each with one key more: a step writes all keys before it reads any, and a
+        row reads those up to its own."""
+        drawn: list[SequenceOutput] = []
         decoding = sorted((s for s in sequences if _decodes(s)), key=self._order)
-        for first in range(0, len(decoding), MAX_ROWS):
-            part = decoding[first : first + MAX_ROWS]
+        rows = [row for sequence in decoding for row in _rows(sequence)]
+        for first in range(0, len(rows), MAX_ROWS):
+            part = rows[first : first + MAX_ROWS]
             logits_NV = flat.logits(
                 [s.tokens[0] for s in part],
                 [s.context for s in part],
                 [s.pages for s in part],
                 [self._row(s) for s in part],
             )
-            outputs += _drawn(part, logits_NV)
+            drawn += _drawn(part, logits_NV)
         others = sorted((s for s in sequences if not _decodes(s)), key=self._order)
-        return outputs + (self._run(others) if others else [])
+        return _verified(decoding, drawn) + (self._run(others) if others else [])
+
+    def _filler(self, version: Version | None, num_tokens: int) -> SequenceStep:
+        """A sequence of nobody's."""
+        return SequenceStep(
+            sequence=-1,
+            version=version,
+            tokens=(0,) * num_tokens,
+            context=0,
+            pages=self._filler_pages,
+            sample=False,
+            temperature=0.0,
+            top_k=-1,
+            top_p=1.0,
+            seed=0,
+            draw=0,
+        )
+
+    def _filled(self, sequences: Sequence[SequenceStep]) -> list[SequenceStep]:
+        """With every adapter's tokens filled up to a multiple."""
+        filled: list[SequenceStep] = []
+        for _, group in groupby(sequences, key=self._row):
+            members = list(group)
+            filled += members
+            if missing := -sum(map(_num_inputs, members)) % self._multiple:
+                filled.append(self._filler(members[0].version, missing))
+        return filled
 
     def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """Also an output for each that fills up, where there are such."""
         device = self._model.device
+        if self._multiple > 1:
+            sequences = self._filled(sequences)
         starts: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
         for sequence in sequences:
             starts.append(len(tokens))
-            tokens += sequence.tokens
-            positions += range(sequence.context, sequence.context + len(sequence.tokens))
+            tokens += (*sequence.tokens, *sequence.draft)
+            positions += range(sequence.context, sequence.context + _num_inputs(sequence))
         hidden_TD, lora = self._model.trunk(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self._pass(sequences)
         )
@@ -216,7 +272,7 @@ class Sampler:
         segments: list[Segment] = []
         end = 0
         for sequence in sequences:
-            start, end = end, end + len(sequence.tokens)
+            start, end = end, end + _num_inputs(sequence)
             row = self._row(sequence)
             if row is None:
                 continue
@@ -227,7 +283,7 @@ class Sampler:
         for index, sequence in enumerate(sequences):
             page_table[index, : len(sequence.pages)] = torch.tensor(sequence.pages)
         return Pass(
-            seq_lens=tuple(len(s.tokens) for s in sequences),
+            seq_lens=tuple(_num_inputs(s) for s in sequences),
             segments=tuple(segments),
             kv=KVPass(
                 pool=self._pool,
@@ -244,9 +300,22 @@ class Sampler:
         drawing = [index for index, sequence in enumerate(sequences) if sequence.sample]
         if not drawing:
             return outputs
-        last = [starts[index] + len(sequences[index].tokens) - 1 for index in drawing]
-        logits_NV = self._model.head.logits_at(hidden_TD, lora, torch.tensor(last))
-        for index, output in zip(drawing, _drawn([sequences[index] for index in drawing], logits_NV)):
+        wanted: list[int] = []
+        own: list[int] = []
+        for _, group in groupby(drawing, key=lambda index: self._row(sequences[index])):
+            first = len(wanted)
+            for index in group:
+                last = starts[index] + len(sequences[index].tokens) - 1
+                wanted += range(last, last + 1 + len(sequences[index].draft))
+            own += range(first, len(wanted))
+            if self._multiple > 1:
+                wanted += wanted[-1:] * (-(len(wanted) - first) % MIN_ROWS)
+        logits_NV = self._model.head.logits_at(hidden_TD, lora, torch.tensor(wanted))
+        if len(own) < len(wanted):
+            logits_NV = logits_NV[own]
+        chosen = [sequences[index] for index in drawing]
+        drawn = _drawn([row for sequence in chosen for row in _rows(sequence)], logits_NV)
+        for index, output in zip(drawing, _verified(chosen, drawn), strict=True):
             outputs[index] = output
         return outputs
 
@@ -257,7 +326,10 @@ class Sampler:
         parts: list[PromptRows] = []
         for first in range(0, chunk.num_rows, SCORE_ROWS):
             last = min(first + SCORE_ROWS, chunk.num_rows)
-            logits_SV = self._model.head.logits_at(hidden_TD, lora, torch.arange(start + first, start + last))
+            rows_S = torch.arange(start + first, start + last)
+            if missing := -len(rows_S) % self._multiple:
+                rows_S = torch.cat([rows_S, rows_S[-1:].expand(missing)])
+            logits_SV = self._model.head.logits_at(hidden_TD, lora, rows_S)[: last - first]
             part = score_rows(chunk, first, last, logits_SV)
             if not np.isfinite(part.logprobs).all():
                 return None
@@ -296,8 +368,12 @@ def _outputs(
     ]
 
 
+def _num_inputs(sequence: SequenceStep) -> int:
+    return len(sequence.tokens) + len(sequence.draft)
+
+
 def _rows(sequence: SequenceStep) -> list[SequenceStep]:
-    """The step as rows without drafts: its token, and each guess behind it."""
+    """The step as steps without drafts: its last token, and each guess behind it."""
     if not sequence.draft:
         return [sequence]
     return [
@@ -312,24 +388,30 @@ def _rows(sequence: SequenceStep) -> list[SequenceStep]:
     ]
 
 
-def _verified(sequence: SequenceStep, rows: Sequence[SequenceOutput]) -> SequenceOutput:
-    """What was drawn from each row, as far as the rows were about what was drawn before them."""
-    if not sequence.draft:
-        return rows[0]
-    true = 1
-    for guess, row in zip(sequence.draft, rows, strict=False):
-        if row.tokens != (guess,):
-            break
-        true += 1
-    rows = rows[:true]
-    if (error := rows[-1].error) is not None:
-        return SequenceOutput(sequence=sequence.sequence, error=error)
-    return SequenceOutput(
-        sequence=sequence.sequence,
-        tokens=tuple(token for row in rows for token in row.tokens),
-        logprobs=tuple(logprob for row in rows for logprob in row.logprobs),
-        topk=tuple(likely for row in rows for likely in row.topk),
-    )
+def _verified(sequences: Sequence[SequenceStep], drawn: Sequence[SequenceOutput]) -> list[SequenceOutput]:
+    """``drawn`` from each of the sequences' ``_rows``, in their order: kept as far as a row is about what was drawn
+    before it."""
+    outputs: list[SequenceOutput] = []
+    end = 0
+    for sequence in sequences:
+        start, end = end, end + 1 + len(sequence.draft)
+        rows = [drawn[start]]
+        for guess, row in zip(sequence.draft, drawn[start + 1 : end], strict=True):
+            if rows[-1].tokens != (guess,):
+                break
+            rows.append(row)
+        if len(rows) == 1 or rows[-1].error is not None:
+            outputs.append(rows[-1])
+            continue
+        outputs.append(
+            SequenceOutput(
+                sequence=sequence.sequence,
+                tokens=tuple(token for row in rows for token in row.tokens),
+                logprobs=tuple(logprob for row in rows for logprob in row.logprobs),
+                topk=tuple(likely for row in rows for likely in row.topk),
+            )
+        )
+    return outputs
 
 
 def _decodes(sequence: SequenceStep) -> bool:
