@@ -224,7 +224,7 @@ class Sampler:
             version=version,
             tokens=(0,) * num_tokens,
             context=0,
-            pages=self._filler_pages,
+            pages=self._filler_pages[: pages_for(num_tokens)],
             sample=False,
             temperature=0.0,
             top_k=-1,

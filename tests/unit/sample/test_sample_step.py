@@ -18,6 +18,7 @@ from descant.model.load import ModelSource, load_model
 from descant.sample.drafter import DraftContext, Drafter, NgramDrafter
 from descant.sample.scheduler import SampleLimits, Scheduler, StepPlan
 from descant.sample.step import Sampler
+from descant.testing.graphs import StandInGraphs
 from descant.testing.paged_sampler import Finished, run
 from descant.testing.studio import Studio, datum, tokens
 from descant.testing.tiny import ARCHITECTURES, EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
@@ -420,6 +421,31 @@ def test_guesses_change_no_token_and_no_bit(tmp_path: Path, arch: str) -> None:
     if arch not in ("qwen3_moe", "qwen3_next"):  # an expert's product has other rows then
         assert finished.logprobs == expected.logprobs
         assert finished.topk == expected.topk
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["plain", "guessing"])
+def test_what_graphs_decode_is_drawn_as_modules_draw(load: Callable[..., BaseModel], drafter: Drafter | None) -> None:
+    """Cut and likeliest tokens are taken from the logits that a graph leaves; guesses go through the modules."""
+    plain = Desk(load())
+    versions = [None, plain.publish("m", 8), plain.publish("n", 16, seed=2)]
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0, "topk_sample_logprobs": 2},
+        {"temperature": 0.9},
+        {"top_p": 0.9, "topk_sample_logprobs": 4},
+    ]
+    prompts = [np.tile(tokens(12 + i, i), 3) for i in range(3)]
+    requests = [ask(f"r{i}{j}", prompts[i], versions[i], seed=i, **params[j]) for i in range(3) for j in range(3)]
+    expected = plain.run(*requests)
+    graphs = Desk(plain.model, drafter=drafter)
+    graphs.sampler = plain.sampler
+    stand_in = StandInGraphs(plain.sampler, max_rows=4)
+    plain.sampler._decode = stand_in  # type: ignore[assignment]
+    finished = graphs.run(*requests)
+    assert len(stand_in.rows) > 30
+    assert finished.tokens == expected.tokens
+    for key, (ids, logprobs) in expected.topk.items():
+        assert finished.topk[key][0] == ids
+        np.testing.assert_allclose(finished.topk[key][1], logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [0, 40], ids=["often right", "nearly always wrong"])
