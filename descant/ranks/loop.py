@@ -13,7 +13,7 @@ import logging
 import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, assert_never
@@ -23,6 +23,7 @@ from descant.errors import DescantError, ServerError, UserError
 from descant.ranks.channel import Board
 from descant.ranks.messages import (
     Cancel,
+    Count,
     Drop,
     Failed,
     Finished,
@@ -99,6 +100,7 @@ class Executor(Protocol):
 
     def idle(self) -> None: ...
 
+    def stats(self) -> Mapping[str, float]: ...
     def make_scheduler(self) -> Scheduler:
         """Called once for each rank; the same limits hold for all."""
         ...
@@ -284,6 +286,8 @@ class TurnLoop:
                 self._publish(message)
             case Release():
                 self._answer(message.call, lambda: self._release(message.version))
+            case Count():
+                self._count(message.call)
             case Drop():
                 self._answer(message.call, lambda: self._executor.drop(message.ref))
             case Save():
@@ -302,6 +306,13 @@ class TurnLoop:
             self._emit(Failed(call=call, error=as_descant(error)))
         else:
             self._emit(Finished(call=call, result=None))
+
+    def _count(self, call: int) -> None:
+        stats: dict[str, float] = dict(self._executor.stats())
+        for scheduler in self._schedulers:
+            for name, value in scheduler.stats().items():
+                stats[f"sample_{name}"] = stats.get(f"sample_{name}", 0) + value
+        self._emit(Finished(call=call, result=stats))
 
     def _enqueue(self, message: Submit) -> None:
         command = message.command

@@ -148,6 +148,7 @@ class Routes:
         ]
         return [
             *served,
+            Route("/metrics", self._endpoint(self.metrics), methods=["GET"]),
             Route(PREFIX + "/healthz", healthz, methods=["GET"]),
             Route("/healthz", healthz, methods=["GET"]),
             Route(PREFIX + "/{path:path}", NotServed()),
@@ -203,6 +204,15 @@ class Routes:
         """Accepted and dropped: its events may hold request headers, the API key among them."""
         await call.body()
         return json_response({"status": "accepted"})
+
+    async def metrics(self, call: Call) -> Response:
+        """Numbers of the whole server, as Prometheus reads them. For whoever has a key."""
+        lines = [
+            f'descant_{name}{{base="{base}"}} {value:.15g}'
+            for base, numbers in (await self._service.stats()).items()
+            for name, value in sorted(numbers.items())
+        ]
+        return Response("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
 
     # ------------------------------------------------------------------------------------------------ sessions
     async def create_session(self, call: Call) -> Response:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class Jobs:
         self._passes: dict[str, deque[tuple[float, int]]] = {}
         self._last_end: dict[str, float] = {}
 
-    def __iter__(self) -> Iterable[Job]:
+    def __iter__(self) -> Iterator[Job]:
         return iter(list(self._jobs.values()))
 
     def __len__(self) -> int:

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from descant.errors import Gone, Lost, NotFound, Overloaded, ServerError, UserError
-from descant.ports import CheckpointStore, Clock, Engine, FutureStore, Progress, Trainer
+from descant.errors import DescantError, Gone, Lost, NotFound, Overloaded, ServerError, UserError
+from descant.ports import CheckpointStore, Clock, Engine, FutureStore, Measured, Progress, Trainer
 from descant.service import samplers
 from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRecord, SessionRecord
 from descant.service.jobs import Job, Jobs
@@ -70,6 +70,9 @@ from descant.types import (
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+
+STATS_TIMEOUT_S = 5.0
+"""A rank answers between two turns; one in a long turn is left out."""
 
 MAX_GIVEN_UP = 1 << 16
 """Sampling requests given up of which it is remembered that they were."""
@@ -270,6 +273,22 @@ class Service:
 
     def capabilities(self) -> Sequence[ModelFacts]:
         return [backend.facts for backend in self._backends.values()]
+
+    async def stats(self) -> Mapping[str, Mapping[str, float]]:
+        """By base: what is open and in flight, and what its engine counts."""
+        numbers: dict[str, dict[str, float]] = {}
+        for base, backend in self._backends.items():
+            numbers[base] = {
+                "requests_in_flight": sum(job.base == base for job in self._jobs),
+                "samples_in_flight": self._samples_in_flight[base],
+                "models": sum(model.record.base == base for model in self._models.values()),
+            }
+            if isinstance(backend.engine, Measured):
+                try:
+                    numbers[base] |= await asyncio.wait_for(backend.engine.stats(), STATS_TIMEOUT_S)
+                except (TimeoutError, DescantError) as error:
+                    log.info("%s does not tell its numbers: %s", base, error or "it is busy")
+        return numbers
 
     # ------------------------------------------------------------------------------------------------ sessions
     async def create_session(

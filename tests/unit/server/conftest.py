@@ -230,6 +230,9 @@ class StubService:
         ids = tuple(f"{place}:{i}" for i in range(submission.num_samples))
         return self._put(principal, output, sample_sequence_ids=ids)
 
+    async def stats(self) -> Mapping[str, Mapping[str, float]]:
+        return {"org/tiny": {"sample_running": 3, "load_wait_ms": 0.25}}
+
     async def poll_broken_off(self, principal: str, request_id: str) -> None:
         self.broken_off.append((principal, request_id))
 

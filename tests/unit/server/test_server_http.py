@@ -300,6 +300,14 @@ def test_a_connection_that_its_client_closes_breaks_its_wait_off(running: Any, s
     assert [request_id for _, request_id in service.broken_off] == ([] if answered else [submitted["request_id"]])
 
 
+async def test_metrics_are_for_whoever_has_a_key(client: httpx.AsyncClient):
+    answer = await client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert answer.text == 'descant_load_wait_ms{base="org/tiny"} 0.25\ndescant_sample_running{base="org/tiny"} 3\n'
+    plain(await client.get("/metrics", headers={"x-api-key": ""}), 401)
+
+
 async def test_cancel_future(client: httpx.AsyncClient, service: Any):
     session = plain(await client.post("/api/v1/create_session", json={}), 200)["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}

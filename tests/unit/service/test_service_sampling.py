@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from service_harness import BASE, Harness, submission
 
-from descant.errors import NotFound, Overloaded, ServerError, UserError
+from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
 from descant.service.samplers import SampleFold
 from descant.testing.clock import settle
+from descant.testing.fakes import FakeEngine
 from descant.types import (
     CheckpointName,
     PromptScores,
@@ -108,6 +109,41 @@ async def test_an_inflight_request_that_runs_moves(harness: Harness) -> None:
     await harness.result(await harness.sampler(model, 2, number=1, kind="inflight"))
     release.set()
     assert [v.number for v in (await harness.result(running)).versions] == [1, 2]
+
+
+async def test_numbers_of_what_is_open_and_of_an_engine_that_counts(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await harness.session()
+    await harness.model(session)
+    release = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SampleRequest):
+            await release.wait()
+
+    harness.hook = hook
+    submitted = await harness.sample(await sampler(harness, session, 0))
+    mine = {"requests_in_flight": 1, "samples_in_flight": 1, "models": 1}
+    nothing = dict.fromkeys(mine, 0)
+    assert await harness.service.stats() == {BASE: mine, "fake/other": nothing}
+
+    async def stats(self: object) -> dict[str, float]:
+        return {"sample_running": 1.0}
+
+    monkeypatch.setattr(FakeEngine, "stats", stats, raising=False)
+    assert await harness.service.stats() == {
+        BASE: {**mine, "sample_running": 1},
+        "fake/other": {**nothing, "sample_running": 1},
+    }
+
+    async def dead(self: object) -> dict[str, float]:
+        raise RankDied("it is gone")
+
+    monkeypatch.setattr(FakeEngine, "stats", dead, raising=False)
+    assert (await harness.service.stats())[BASE] == mine
+    release.set()
+    await harness.result(submitted)
 
 
 async def test_what_is_not_said_is_a_setting(harness: Harness) -> None:
