@@ -2,8 +2,8 @@
 
 At 8 rows the products of a layer take some 330 µs, and running it as transformers writes it (modules, keywords, views,
 temporaries, keys laid out anew for every head) nearly as much again. Here a layer is a record of what its arithmetic
-needs, and a step a loop over such records: products of one input are joined where they are narrow, a page's keys and
-values are written and read in one go, softmax runs over the rows that are meant and not over those that fill up.
+needs, and a step a loop over such records: products of one input are one (a call takes 11 µs), a page's keys and values
+are written and read in one go, softmax runs over the rows that are meant and not over those that fill up.
 
 **The bits are those of the modules**, and so the trainer's. ``FlatDecoder.of`` knows one kind of layer (two norms, a
 gated MLP, rotary over whole heads, maybe norms of queries and keys), which it takes by the names of its parts, and then
@@ -45,6 +45,7 @@ _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_JOINED = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
@@ -56,15 +57,17 @@ class _Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Linear:
-    """Packed weights of each part of ``product``."""
+    """All of ``product``, one above the other, packed. ``widths`` of its parts."""
 
     product: Product
-    weights: tuple[torch.Tensor, ...]
-    biases: tuple[torch.Tensor | None, ...]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    widths: tuple[int, ...]
 
     def __call__(self, x_NI: torch.Tensor, adapters: WideStep | None) -> Sequence[torch.Tensor]:
-        """[N, O] of each part."""
-        ys = [packed.linear(x_NI, weight, bias) for weight, bias in zip(self.weights, self.biases)]
+        """[N, O] of each part, not contiguous where there are several."""
+        y_NO = packed.linear(x_NI, self.weight, self.bias)
+        ys = (y_NO,) if len(self.widths) == 1 else y_NO.split(self.widths, dim=1)
         return ys if adapters is None else adapters.add(x_NI, ys, self.product)
 
 
@@ -150,12 +153,8 @@ class FlatDecoder:
             return None
         flat._layers = [replace(layer, pages=pages) for layer, pages in zip(flat._layers, pool.joined, strict=True)]
         for module in model.decoder.modules():
-            if isinstance(module, MultiLoraLinear) and module.site.name.split(".")[-1] in (
-                "q_proj",
-                "k_proj",
-                "v_proj",
-            ):
-                module.packed = None  # joined here; a second time they are not needed
+            if isinstance(module, MultiLoraLinear) and module.site.name.rpartition(".")[2] in _JOINED:
+                module.packed = None  # a second time it is not needed
         return flat
 
     @torch.no_grad()
@@ -342,15 +341,13 @@ def _records(model: BaseModel) -> list[_Layer] | None:
         has_norms = _children(attention) >= _ATTENTION_NORMS
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if has_norms else []
-        products = (
-            _joined(attention.q_proj, attention.k_proj, attention.v_proj),
-            _separate(attention.o_proj),
-            _separate(mlp.gate_proj, mlp.up_proj),
-            _separate(mlp.down_proj),
-        )
+        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+        gate, up = mlp.gate_proj, mlp.up_proj
+        queries_keys_values = _joined(qkv, (tuple(linear.site_index for linear in qkv),))
+        output, down = _one(attention.o_proj), _one(mlp.down_proj)
+        gate_up = _joined([gate, up], ((gate.site_index,), (up.site_index,)))
         if not all(hasattr(norm, "variance_epsilon") for norm in norms):
             return None
-        queries_keys_values, output, gate_up, down = products
         if queries_keys_values is None or output is None or gate_up is None or down is None:
             return None
         records.append(
@@ -379,17 +376,15 @@ def _norm(module: Any) -> _Norm:
     return _Norm(weight=module.weight.detach(), eps=module.variance_epsilon)
 
 
-def _separate(*linears: MultiLoraLinear) -> _Linear | None:
-    if any(linear.packed is None for linear in linears):
+def _one(linear: MultiLoraLinear) -> _Linear | None:
+    if linear.packed is None:
         return None
-    return _Linear(
-        product=_product(linears, tuple((linear.site_index,) for linear in linears)),
-        weights=tuple(_given(linear.packed) for linear in linears),
-        biases=tuple(linear.bias for linear in linears),
-    )
+    product = _product([linear], ((linear.site_index,),))
+    return _Linear(product=product, weight=linear.packed, bias=linear.bias, widths=product.widths)
 
 
-def _joined(*linears: MultiLoraLinear) -> _Linear | None:
+def _joined(linears: Sequence[MultiLoraLinear], parts: tuple[tuple[int, ...], ...]) -> _Linear | None:
+    """``parts``: sites of each output."""
     biases = [linear.bias for linear in linears]
     if any(bias is None for bias in biases) != all(bias is None for bias in biases):
         return None
@@ -397,8 +392,9 @@ def _joined(*linears: MultiLoraLinear) -> _Linear | None:
     weight = packed.pack(torch.cat([linear.weight_OI for linear in linears]), bias_O)
     if weight is None:
         return None
-    sites = tuple(linear.site_index for linear in linears)
-    return _Linear(product=_product(linears, (sites,)), weights=(weight,), biases=(bias_O,))
+    width = {linear.site_index: linear.site.out_features for linear in linears}
+    widths = tuple(sum(width[site] for site in part) for part in parts)
+    return _Linear(product=_product(linears, parts), weight=weight, bias=bias_O, widths=widths)
 
 
 def _product(linears: Sequence[MultiLoraLinear], parts: tuple[tuple[int, ...], ...]) -> Product:

@@ -120,7 +120,8 @@ class WideStep:
         self._slices, self._rest = slices, rest
 
     def add(self, x_NI: torch.Tensor, ys: Sequence[torch.Tensor], product: Product) -> Sequence[torch.Tensor]:
-        """``ys`` [N, O] of each part of ``product``, which are used up, with the adapters' additions."""
+        """``ys`` [N, O] of each part of ``product``, columns of one tensor maybe, which are used up; with the adapters'
+        additions."""
         found = list(ys)
         for part in self._slices:
             part.add(x_NI, found, product)

@@ -77,7 +77,9 @@ class Shelf:
                 expected[index] = many_y[0]
             widths = iter(product.widths)
             parts = y.split([sum(next(widths) for _ in part) for part in product.parts], dim=1)
-            got = torch.cat(list(step.add(x, [part.clone() for part in parts], product)), dim=1)
+            got = torch.cat(
+                list(step.add(x, y.clone().split([part.shape[1] for part in parts], dim=1), product)), dim=1
+            )
             assert got[wanted].isfinite().all()
             assert torch.equal(got[wanted], expected[wanted])
 
