@@ -481,6 +481,8 @@ class EngineCapabilities:
     max_topk_sample_logprobs: int = 20
     max_prompt_alt_tokens_k: int = 20
     max_num_samples: int = 1024
+    max_running: int = 64
+    """Sequences decoding at once."""
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
-from descant.model.decode import DecodePass
+from descant.model.decode import PagedStep
 from descant.model.passes import MIN_ROWS, PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
 
 NAME = "descant"
@@ -71,7 +71,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: Pass | DecodePass,
+    plan: Pass | PagedStep,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -90,10 +90,10 @@ def attention(
         raise UserError("attention that is not causal is not supported")
     if dropout:
         raise UserError("attention dropout is not supported: the model must be in eval mode")
-    if isinstance(plan, DecodePass):
-        return _decode(module, query, key, value, plan, scaling, sliding_window, softcap), None
     rule = Rule(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if isinstance(plan, PagedStep):
+        return _of_step(module, rule, query_THD, key_TKD, value_TKD, plan).unsqueeze(0), None
     compiled = torch.compiler.is_compiling()  # then plan's handle is all that may be read of it, and no layer's index
     if not compiled:
         layer = cast(int, module.layer_idx)
@@ -321,12 +321,16 @@ def _over_pages(
 ) -> torch.Tensor:
     kv, num_tokens = plan.kv, plan.num_tokens
     assert kv is not None
-    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    pages = kv.pool.keys[layer], kv.pool.values[layer]
     if query_THD.is_cuda:
-        out_THD = _paged(plan, rule, layer, *own)
-    else:
-        _write_pages(plan, layer, own[1], own[2])
-        out_THD, _ = _blocked(plan, rule, *own, pages=(kv.pool.keys[layer], kv.pool.values[layer]))
+        from descant.model.paged_attention import paged_attention
+
+        return paged_attention(
+            query_THD, key_TKD, value_TKD, *pages, plan, scaling=rule.scaling, window=rule.window, softcap=rule.softcap
+        )
+    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    _write_pages(plan, layer, own[1], own[2])
+    out_THD, _ = _blocked(plan, rule, *own, pages=pages)
     num_padding = len(query_THD) - num_tokens
     return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
@@ -783,62 +787,26 @@ def _varlen_backward(
     return dq, dk, dv
 
 
-def _paged(
-    plan: Pass, rule: Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+def _of_step(
+    module: nn.Module,
+    rule: Rule,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    step: PagedStep,
 ) -> torch.Tensor:
-    from descant.model.paged_attention import paged_attention, prefill_tiles
+    """Also traced by the compiler, so nothing here may read what differs between layers but the tensors bound to
+    ``module``."""
+    from descant.model.paged_attention import step_attention
 
-    kv = plan.kv
-    assert kv is not None
-    cache_key = f"paged/{query_THD.shape[1]}/{key_TKD.shape[1]}"
-    if cache_key not in plan.cache:
-        tiles, tile_tokens = prefill_tiles(plan.seq_lens, kv.context_lens, query_THD.shape[1] // key_TKD.shape[1])
-        device = query_THD.device
-        plan.cache[cache_key] = (to_device(tiles, device), tile_tokens, kv.page_table.to(device, torch.int32))
-    tiles, tile_tokens, table = cast("tuple[torch.Tensor, int, torch.Tensor]", plan.cache[cache_key])
-    return paged_attention(
+    return step_attention(
         query_THD,
         key_TKD,
         value_TKD,
-        kv.pool.keys[layer],
-        kv.pool.values[layer],
-        table,
-        tiles,
-        tile_tokens=tile_tokens,
-        splits=1,
+        cast(torch.Tensor, module.page_keys),
+        cast(torch.Tensor, module.page_values),
+        step.handle,
         scaling=rule.scaling,
         window=rule.window,
         softcap=rule.softcap,
     )
-
-
-def _decode(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: DecodePass,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """One token a sequence; also traced by the compiler, so nothing here may read what differs between layers but the
-    tensors bound to ``module``."""
-    from descant.model.paged_attention import paged_attention
-
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = paged_attention(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        cast(torch.Tensor, module.decode_keys),
-        cast(torch.Tensor, module.decode_values),
-        plan.table_NW,
-        plan.tiles_N4,
-        tile_tokens=1,
-        splits=plan.splits,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=window,
-        softcap=softcap,
-    )
-    return out_THD.unsqueeze(0)

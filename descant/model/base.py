@@ -100,6 +100,11 @@ class BaseModel:
         return hidden_TD
 
     @property
+    def has_experts(self) -> bool:
+        """Which tokens meet which weights is decided inside the pass."""
+        return any("experts" in name.split(".") for name, _ in self.network.named_modules())
+
+    @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder layers; none where the network does not keep them in one list."""
         return decoder_layers(self.network, len(self.kv_shapes))
@@ -142,18 +147,13 @@ class BaseModel:
             if backward:
                 hidden_TD.backward(torch.zeros_like(hidden_TD))
 
-    def decode_trunk(
-        self,
-        tokens_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        pass_: decode.DecodePass,
-        adapters: decode.DecodeAdapters,
-    ) -> torch.Tensor:
-        """Hidden states [N, D] of one new token a sequence; N at least 8. Reads nothing back from the device. Within
-        ``eager``, or with the layers' calls replaced by others: their graphs are for passes without pages."""
-        self.channel.current = adapters
+    def paged_trunk(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, step: decode.PagedStep) -> torch.Tensor:
+        """Hidden states [T, D] of a step over the KV pages on CUDA; T at least 8 in a decode step, which reads nothing
+        back from the device. Within ``eager``, or with the layers' calls replaced by others: their graphs are for
+        passes without pages."""
+        self.channel.current = step
         try:
-            return forward(self.decoder, tokens_N, positions_N, pass_)
+            return forward(self.decoder, tokens_T, positions_T, step)
         finally:
             self.channel.current = self.channel.given = None
 
@@ -219,7 +219,7 @@ def decoder_layers(network: nn.Module, num_layers: int) -> Sequence[nn.Module]:
 
 
 def forward(
-    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.DecodePass
+    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.PagedStep
 ) -> torch.Tensor:
     """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
     num_tokens = len(tokens_T)

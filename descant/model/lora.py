@@ -284,7 +284,7 @@ class LoraChannel:
     ``given``: an input that several layers share, and the outputs that wait for them (see ``MultiLoraLinear``).
     """
 
-    current: LoraPass | decode.DecodeAdapters | None = None
+    current: LoraPass | decode.PagedStep | None = None
     given: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
 
@@ -306,8 +306,6 @@ class MultiLoraLinear(nn.Module):
         self.channel = channel
         self.sites: tuple[int, ...] = (site_index,)
         """Of all layers that are joined with this one, in order."""
-        self.decode_offsets: torch.Tensor | None = None
-        """int64 [K, S, 2], where the A and B of ``sites`` begin in a row of each class of the decode step."""
         self.packed: torch.Tensor | None = None
         """None of a layer that is joined."""
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
@@ -363,7 +361,7 @@ class MultiLoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
         lora = self.channel.current
-        if not isinstance(lora, decode.DecodeAdapters) and (
+        if not isinstance(lora, decode.PagedStep) and (
             lora is None or not (torch.compiler.is_compiling() or lora.trained(self.site_index))
         ):
             return self._base_alone(x)
@@ -390,13 +388,15 @@ class MultiLoraLinear(nn.Module):
         x: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
-        lora: LoraPass | decode.DecodeAdapters,
+        lora: LoraPass | decode.PagedStep,
     ) -> torch.Tensor:
         """Of all layers that are joined: [T, sum of widths]."""
         x_TI = x.reshape(-1, self.site.in_features)
-        if isinstance(lora, decode.DecodeAdapters):
-            assert self.decode_offsets is not None
-            return decode.linear(x_TI, weight_OI, bias_O, self._widths, self.decode_offsets, lora)
+        if isinstance(lora, decode.PagedStep):
+            paged: torch.Tensor = torch.ops.descant.paged_linear(
+                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths
+            )
+            return paged
         if torch.is_grad_enabled():
             recorded: torch.Tensor = _LoraLinear.apply(
                 x_TI, self._recorded, weight_OI, bias_O, lora.handle, self._sites, self._widths
@@ -481,6 +481,19 @@ def _linear_backward_op(
     return dx_TI
 
 
+def _paged_linear_op(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, decode.PAGED_STEPS[handle].adapters)
+    return y_TO
+
+
 _LIBRARY = torch.library.Library("descant", "FRAGMENT")
 _LIBRARY.define(
     "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
@@ -488,10 +501,15 @@ _LIBRARY.define(
 _LIBRARY.define(
     "lora_linear_backward(Tensor x, Tensor dy, Tensor weight, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
 )
+_LIBRARY.define(
+    "paged_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+)
 _LIBRARY.impl("lora_linear", _linear_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("lora_linear_backward", _linear_backward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_linear", _paged_linear_op, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("descant::paged_linear", lib=_LIBRARY)
 @torch.library.register_fake("descant::lora_linear", lib=_LIBRARY)
 def _linear_shape(x_TI: torch.Tensor, weight_OI: torch.Tensor, *rest: object) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])

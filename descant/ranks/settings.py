@@ -35,12 +35,12 @@ class RankSettings:
     kv_bytes: int | None = None
     """Memory for the keys and values of sequences being sampled. None: on a CUDA device 2/5 of what the model
     and ``max_adapter_bytes`` leave of it (training's activations need the rest), 1 GiB elsewhere."""
-    max_running: int = 64
-    """Sequences decoding at once."""
+    max_running: int | None = None
+    """Sequences decoding at once. None: 64 on a CPU, 256 on a CUDA device (fewer where its pages are few)."""
     max_waiting: int = 2048
     """Sample requests queued; one more is told to try again."""
-    step_tokens: int = 512
-    """Prompt tokens prefilled in one step at most."""
+    step_tokens: int | None = None
+    """Prompt tokens prefilled in one step at most. None: 512 on a CPU, 4096 on a CUDA device."""
     drafter: Literal["none", "ngram"] = "none"
     """Guesses what sequences will draw, so that a step may draw several tokens; which tokens are drawn does not change.
     ngram: what came after the same few tokens before. A gain for few sequences of repetitive text."""

@@ -80,7 +80,7 @@ def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
         max_host_bytes=settings.max_host_bytes,
         shard=peers.shard if shard else None,
     )
-    phase("making the caches")
+    phase("making the caches, capturing decode steps" if model.device.type == "cuda" else "making the caches")
     return Worker(model, settings, spec.losses, peers)
 
 
@@ -107,7 +107,6 @@ class Worker:
     ):
         peers = peers or Peers()
         self.facts = model.facts
-        self.capabilities = EngineCapabilities()
         self._model = model
         self._settings = settings
         self._rank = peers.rank
@@ -120,8 +119,13 @@ class Worker:
             model.bank.max_adapter_bytes = settings.max_adapter_bytes
         # Alike on all ranks, so that they move the same adapters, and one plan of pages serves any of them.
         model.bank.max_adapter_bytes = peers.least("adapter bytes", model.bank.max_adapter_bytes)
-        self._num_pages = peers.least("pages", num_pages(model, settings))
-        self._sampler = Sampler(model, num_pages=self._num_pages, deterministic=settings.deterministic)
+        num_pages, max_running, self._step_tokens = sampling_sizes(model, settings)
+        self._num_pages, max_running = peers.least("pages", num_pages), peers.least("sequences", max_running)
+        self.capabilities = EngineCapabilities(max_running=max_running)
+        self._sampler = Sampler(
+            model, num_pages=self._num_pages, max_rows=max_running, deterministic=settings.deterministic
+        )
+        self._sampler.warm_up()
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()
@@ -130,9 +134,9 @@ class Worker:
     def make_scheduler(self) -> Scheduler:
         settings, facts = self._settings, self.facts
         limits = SampleLimits(
-            max_running=settings.max_running,
+            max_running=self.capabilities.max_running,
             num_pages=self._num_pages,
-            step_tokens=max(settings.step_tokens, self._sampler.chunk_tokens or 1),
+            step_tokens=max(self._step_tokens, self._sampler.chunk_tokens or 1),
             chunk_tokens=self._sampler.chunk_tokens,
             max_waiting=settings.max_waiting,
             max_context_length=facts.max_context_length,
@@ -383,11 +387,26 @@ def own_directory(parent: Path, name: str) -> Path:
     return parent / hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def num_pages(model: BaseModel, settings: RankSettings) -> int:
-    """Pages that ``kv_bytes`` pays for, no more than all running sequences could fill."""
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+MAX_RUNNING = {"cpu": 64, "cuda": 256}
+RUNNING_TOKENS = 512
+"""Room in the pages for each sequence that decodes on a CUDA device, at least: with less, they would push one another
+out more than they decode."""
+
+
+def sampling_sizes(model: BaseModel, settings: RankSettings) -> tuple[int, int, int]:
+    """Pages (what ``kv_bytes`` pays for, no more than all running sequences could fill), sequences decoding at once,
+    prompt tokens of a step."""
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
     paid = kv_bytes(settings, model) // (model.kv_bytes_per_token() * PAGE_TOKENS)
+    max_running = settings.max_running
+    if max_running is None:
+        max_running = MAX_RUNNING[kind]
+        if kind == "cuda":
+            max_running = max(1, min(max_running, paid * PAGE_TOKENS // RUNNING_TOKENS))
     longest = -(-model.facts.max_context_length // PAGE_TOKENS)
-    return max(2, min(paid, longest * settings.max_running))
+    step_tokens = STEP_TOKENS[kind] if settings.step_tokens is None else settings.step_tokens
+    return max(2, min(paid, longest * max_running)), max_running, step_tokens
 
 
 def kv_bytes(settings: RankSettings, model: BaseModel) -> int:

@@ -21,7 +21,7 @@ from descant.model.flat import MAX_ROWS, FlatDecoder
 from descant.model.lora import LoraPass
 from descant.model.passes import MIN_ROWS, KVPass, Pass, RowRef, Segment
 from descant.sample.chance import uniform
-from descant.sample.decode import DecodeGraphs, Flight, table_width
+from descant.sample.decode import BUCKETS, DecodeGraphs, Flight, table_width
 from descant.sample.draw import LikeliestRow, RowParams, draw, likeliest_rows, score_rows
 from descant.sample.pages import pages_for
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
@@ -49,8 +49,17 @@ class Sampler:
     Gradients are off, but never by ``inference_mode``: a row made under it could not be trained any more.
     """
 
-    def __init__(self, model: BaseModel, *, num_pages: int, compile_decode: bool = True, deterministic: bool = False):
-        """Allocates the KV pool. ``compile_decode``: see ``DecodeGraphs``.
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        num_pages: int,
+        max_rows: int = BUCKETS[-1],
+        compile_decode: bool = True,
+        deterministic: bool = False,
+    ):
+        """Allocates the KV pool. ``max_rows``: sequences that decode at once, usually. ``compile_decode``: see
+        ``DecodeGraphs``.
 
         ``deterministic``: a sequence's bits do not depend on what else is in its steps. Products then have a number of
         rows that picks the same kernel every time, filled up with rows of nobody's: multiples of ``MIN_ROWS`` for each
@@ -76,6 +85,7 @@ class Sampler:
                 self._pool,
                 dummy_page=num_pages,
                 table_width=table_width(model, num_pages),
+                max_rows=max_rows,
                 compiled=compile_decode,
             )
         else:
@@ -83,6 +93,11 @@ class Sampler:
             model.pack_weights()
             if model.packable:
                 self._flat = FlatDecoder.of(model, self._pool)
+
+    def warm_up(self) -> None:
+        """What the first requests would wait for otherwise: compiling and capturing, on CUDA."""
+        if self._decode is not None:
+            self._decode.warm_up()
 
     def acquire(self, version: Version | None) -> None:
         """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
@@ -255,7 +270,8 @@ class Sampler:
             starts.append(len(tokens))
             tokens += (*sequence.tokens, *sequence.draft)
             positions += range(sequence.context, sequence.context + _num_inputs(sequence))
-        hidden_TD, lora = self._model.trunk(
+        trunk = self._model.trunk if self._decode is None else self._decode.prefill
+        hidden_TD, lora = trunk(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self._pass(sequences)
         )
         outputs = self._draw(sequences, starts, hidden_TD, lora)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from descant.model.passes import RowRef
+from descant.model.lora import LoraPass
+from descant.model.passes import Pass, RowRef
 from descant.sample.chance import uniform
 from descant.sample.decode import Decoded
 from descant.sample.draw import RowParams, draw
@@ -56,6 +57,11 @@ class StandInGraphs:
         tokens_N, logprobs_N = draw(model.head.scaled(logits_NV), params)
         decoded = Decoded(tokens=tokens_N.numpy(), logprobs=logprobs_N.numpy().astype(np.float32))
         return StandInFlight(sequences, logits_NV, decoded)
+
+    def prefill(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass
+    ) -> tuple[torch.Tensor, LoraPass | None]:
+        return self._sampler._model.trunk(tokens_T, positions_T, pass_)
 
     def launch_ahead(self, flight: object, kept: object) -> None:
         return None
