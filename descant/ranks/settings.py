@@ -42,6 +42,13 @@ class RankSettings:
     """Sample requests queued; one more is told to try again."""
     step_tokens: int | None = None
     """Prompt tokens prefilled in one step at most. None: 512 on a CPU, 4096 on a CUDA device."""
+    drafter: Literal["none", "ngram"] = "none"
+    """Guesses what sequences will draw, so that a step may draw several tokens; which tokens are drawn does not change.
+    ngram: what came after the same few tokens before. A gain for few sequences of repetitive text."""
+    deterministic: bool = False
+    """Sampling: a request gives the same bits whatever else is in the batch. In bf16 on a CPU it does so anyway."""
+    draft_tokens: int = 4
+    """Tokens that a drafter guesses for a sequence in one step, at most."""
     max_adapter_bytes: int | None = None
     """What adapters being trained take on the device: weights, moments, gradient, working copy. Those that no request
     is about move to host memory, then to disk, and come back by themselves. None: half of the memory that is free when

@@ -28,6 +28,7 @@ from descant.ranks.loop import Outcome, as_descant
 from descant.ranks.peers import Peers
 from descant.ranks.settings import LossSettings, RankSettings, RankSpec
 from descant.ranks.turns import Microbatch, Rows, SampleStep
+from descant.sample.drafter import NgramDrafter
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, StepPlan
 from descant.sample.step import Sampler
 from descant.train.step import Contribution, Learner, RequestKey
@@ -123,7 +124,9 @@ class Worker:
         self._num_pages = peers.least("pages", num_pages)
         max_running = peers.least("running sequences", max_running)
         self.capabilities = EngineCapabilities(max_running=max_running)
-        self._sampler = Sampler(model, num_pages=self._num_pages, max_rows=max_running)
+        self._sampler = Sampler(
+            model, num_pages=self._num_pages, max_rows=max_running, deterministic=settings.deterministic
+        )
         self._sampler.warm_up()
         self.microbatch_tokens = peers.least("tokens of a pass", microbatch_tokens(model, settings))
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
@@ -136,13 +139,15 @@ class Worker:
         limits = SampleLimits(
             max_running=self.capabilities.max_running,
             num_pages=self._num_pages,
-            step_tokens=self._step_tokens,
+            step_tokens=max(self._step_tokens, self._sampler.chunk_tokens or 1),
+            chunk_tokens=self._sampler.chunk_tokens,
             max_waiting=settings.max_waiting,
             max_context_length=facts.max_context_length,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             max_num_samples=self.capabilities.max_num_samples,
             max_topk=self.capabilities.max_topk_prompt_logprobs,
+            draft_tokens=settings.draft_tokens,
         )
         seeds = torch.Generator()
         seeds.seed()  # from the system's entropy: requests without a seed differ from run to run
@@ -150,6 +155,7 @@ class Worker:
             limits,
             decode_text=self._decode_text,
             fresh_seed=lambda: int(torch.randint(0, 2**62, (), generator=seeds)),
+            drafter=NgramDrafter() if settings.drafter == "ngram" else None,
         )
 
     def _decode_text(self, tokens: Sequence[int]) -> str:

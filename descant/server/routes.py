@@ -376,6 +376,10 @@ class Routes:
             sampling_params=request.sampling_params.to_params(),
             prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            target_prompt_logprobs=targets.to_tensor() if (targets := request.target_prompt_logprobs) else None,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k or 0,
+            topk_sample_logprobs=request.topk_sample_logprobs or 0,
         )
         return submitted_response(await self._service.sample(call.principal, submission))
 

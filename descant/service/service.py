@@ -60,6 +60,7 @@ from descant.types import (
     SamplingParams,
     Snapshot,
     SnapshotRef,
+    TensorData,
     Version,
     WeightsLoaded,
     WeightsSaved,
@@ -138,6 +139,10 @@ class SampleSubmission:
     sampling_params: SamplingParams
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    topk_sample_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -892,11 +897,15 @@ class Service:
             raise UserError(f"num_samples is {submission.num_samples}, expected 1 to {capabilities.max_num_samples}")
         if submission.prompt_logprobs and not capabilities.prompt_logprobs:
             raise UserError(f"prompt_logprobs is true, which the engine of {base} cannot do")
-        if not 0 <= submission.topk_prompt_logprobs <= capabilities.max_topk_prompt_logprobs:
-            raise UserError(
-                f"topk_prompt_logprobs is {submission.topk_prompt_logprobs}, "
-                f"expected 0 to {capabilities.max_topk_prompt_logprobs}"
-            )
+        if submission.target_prompt_logprobs is not None and not capabilities.target_prompt_logprobs:
+            raise UserError(f"target_prompt_logprobs is set, which the engine of {base} cannot do")
+        for name, k, most in (
+            ("topk_prompt_logprobs", submission.topk_prompt_logprobs, capabilities.max_topk_prompt_logprobs),
+            ("topk_sample_logprobs", submission.topk_sample_logprobs, capabilities.max_topk_sample_logprobs),
+            ("prompt_alt_tokens_k", submission.prompt_alt_tokens_k, capabilities.max_prompt_alt_tokens_k),
+        ):
+            if not 0 <= k <= most:
+                raise UserError(f"{name} is {k}, expected 0 to {most}")
 
     async def _sample(
         self, request_id: str, sampler: SamplingSessionRecord, session: _Session, submission: SampleSubmission
@@ -916,6 +925,10 @@ class Service:
             sampling_params=submission.sampling_params,
             prompt_logprobs=submission.prompt_logprobs,
             topk_prompt_logprobs=submission.topk_prompt_logprobs,
+            prompt_logprobs_last_n=submission.prompt_logprobs_last_n,
+            target_prompt_logprobs=submission.target_prompt_logprobs,
+            prompt_alt_tokens_k=submission.prompt_alt_tokens_k,
+            topk_sample_logprobs=submission.topk_sample_logprobs,
         )
         deadline = self._clock.monotonic() + self._settings.stall_timeout_s
         while True:
