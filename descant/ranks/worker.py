@@ -22,6 +22,7 @@ from descant.ckpt.files import CheckpointTensors, read_checkpoint
 from descant.ckpt.snapshot import Snapshots, create_from, load_into
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
+from descant.model.limit import matrix_rate
 from descant.model.load import ModelSource, base_bytes, load_model, resolve_model
 from descant.model.passes import PAGE_TOKENS
 from descant.ranks.loop import Outcome, as_descant
@@ -115,6 +116,7 @@ class Worker:
             model,
             computed_as=losses.computed_as() if losses is not None else {},
             add_up=peers.add_up if peers.num_ranks > 1 else None,
+            matrix_rate=matrix_rate(model.device, model.dtype, rounds=3),
         )
         if settings.max_adapter_bytes is not None:
             model.bank.max_adapter_bytes = settings.max_adapter_bytes
