@@ -168,3 +168,46 @@ def rank_specs(spec: RankSpec, *, gpus: Sequence[str], num_cores: int) -> tuple[
         )
         for index in range(count)
     )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ranks on the machines of a cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """A machine of a Ray cluster, with all that it has, free or not."""
+
+    name: str
+    cpus: int
+    gpus: int
+
+
+def ray_specs(spec: RankSpec, *, nodes: Sequence[RayNode]) -> tuple[RankSpec, ...]:
+    """``rank_specs`` for a cluster: where its nodes have GPUs, a replica has one, and which one is Ray's to say.
+
+    On CPUs, ``settings.num_threads`` None: as many as let all replicas run at once, each on one node.
+    """
+    settings = spec.settings
+    gpus = sum(node.gpus for node in nodes) if settings.device in ("auto", "cuda") else 0
+    if settings.device == "cuda" and not gpus:
+        raise UserError(f"rank.device is 'cuda', and none of the {len(nodes)} nodes of the Ray cluster has a GPU")
+    if not gpus:
+        # Or every node with a GPU that Ray was not told of would use it.
+        device = "cpu" if settings.device == "auto" else settings.device
+        threads = settings.num_threads or _threads_for(settings.replicas or 1, [node.cpus for node in nodes])
+        settings = replace(settings, device=device, num_threads=threads)
+    specs = rank_specs(replace(spec, settings=settings), gpus=("",) * gpus, num_cores=1)
+    return tuple(replace(each, env={}) for each in specs)
+
+
+def ray_resources(spec: RankSpec) -> dict[str, int]:
+    """What Ray is asked for one rank, of a spec that ``ray_specs`` made."""
+    if spec.settings.device in ("auto", "cuda"):
+        return {"CPU": 1, "GPU": 1}
+    return {"CPU": spec.settings.num_threads or 1}
+
+
+def _threads_for(count: int, cpus: Sequence[int]) -> int:
+    """The most CPUs that each of ``count`` ranks can have on nodes with so many; at least 1."""
+    return next((t for t in range(max(cpus, default=1), 1, -1) if sum(n // t for n in cpus) >= count), 1)

@@ -18,14 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import pickle
 import signal
 import socket
-import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -50,6 +48,7 @@ from descant.ranks.messages import (
     Submit,
     ToRank,
 )
+from descant.ranks.rank_main import rank_command, rank_environment
 from descant.ranks.settings import RankSettings, RankSpec
 from descant.types import (
     Command,
@@ -77,10 +76,22 @@ KEPT_LINES = 40
 Phase = Callable[[str], None]
 
 
-class _Link(Protocol):
+class Running(Protocol):
+    """A rank's board as the server reads it (``channel.Board``)."""
+
+    def read(self) -> tuple[int, str]: ...
+
+
+class Link(Protocol):
     """A started rank, whatever it runs in."""
 
-    board: Board
+    pid: int | None
+    """Its process, on ``node``; None for a rank in this one."""
+    node: str
+    """The machine it runs on, as people call it; "" for this one."""
+
+    @property
+    def board(self) -> Running: ...
 
     def send(self, message: ToRank) -> None: ...
     def kill(self) -> None: ...
@@ -98,6 +109,11 @@ class _Link(Protocol):
         ...
 
 
+Launch = Callable[[RankSpec, Callable[[FromRank], None]], Awaitable[Link]]
+"""Starts a rank, whose messages are then given to the callable, on the event loop's thread. Raises ``DescantError``
+naming what is missing if it cannot be started; nothing is left then."""
+
+
 class Replica:
     """Made by ``start`` or ``in_process``."""
 
@@ -108,7 +124,7 @@ class Replica:
         self._launch = launch
         self._settings = settings
         self._on_death = on_death
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._watch: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[Ready] | None = None
         self._phase = "starting the process"
@@ -120,15 +136,22 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------ life
     @classmethod
-    async def start(cls, spec: RankSpec, *, on_phase: Phase | None = None, on_death: OnDeath | None = None) -> Replica:
-        """Starts a rank's process and waits until it serves. Raises the rank's own ``UserError`` for a model that
-        cannot be served, ``ServerError`` naming the phase when it died or was not ready in ``start_timeout_s``.
+    async def start(
+        cls,
+        spec: RankSpec,
+        *,
+        launch: Launch | None = None,
+        on_phase: Phase | None = None,
+        on_death: OnDeath | None = None,
+    ) -> Replica:
+        """Starts a rank (in a process of this machine, unless ``launch`` does otherwise) and waits until it serves.
+        Raises the rank's own ``UserError`` for a model that cannot be served, ``ServerError`` naming the phase when it
+        died or was not ready in ``start_timeout_s``.
 
         ``on_phase`` is told each step of the start. ``on_death`` is called once per death, after all that was pending
         has failed; it may schedule ``restart``."""
-        replica = cls(
-            spec.label or spec.model, lambda self: _Process.start(spec, self._receive), spec.settings, on_death
-        )
+        start = launch or _Process.start
+        replica = cls(spec.label or spec.model, lambda self: start(spec, self._receive), spec.settings, on_death)
         await replica._start(on_phase)
         return replica
 
@@ -177,7 +200,7 @@ class Replica:
     @property
     def pid(self) -> int | None:
         """The rank's process; None in process, or when there is none."""
-        return self._link.process.pid if isinstance(self._link, _Process) else None
+        return None if self._link is None else self._link.pid
 
     async def _start(self, on_phase: Phase | None) -> None:
         loop = asyncio.get_running_loop()
@@ -205,7 +228,7 @@ class Replica:
             self._link.kill()
             await asyncio.wait([self._watch], timeout=CLOSE_TIMEOUT_S)
 
-    async def _watch_link(self, link: _Link) -> None:
+    async def _watch_link(self, link: Link) -> None:
         """Until the rank has ended; then everything pending fails. Ends a rank that hangs in a turn."""
         ended = asyncio.create_task(link.ended())
         turn, since, stopped, how = -1, 0.0, 0, ""
@@ -230,7 +253,7 @@ class Replica:
             runs = self._phase
         self._bury(link, how, runs)
 
-    def _bury(self, link: _Link, how: str, runs: str) -> None:
+    def _bury(self, link: Link, how: str, runs: str) -> None:
         served = self._ready is not None and self._ready.done() and self._ready.exception() is None
         message = f"the rank of {self.name} {how}" + (f" while it ran: {runs}" if runs else ", idle")
         died = self._died = RankDied(message)
@@ -358,6 +381,8 @@ class _Process:
     def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter, board: Board):
         self.process = process
         self.board = board
+        self.pid = process.pid
+        self.node = ""
         self._writer = writer
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._channel: asyncio.Task[None]
@@ -367,24 +392,14 @@ class _Process:
     async def start(cls, spec: RankSpec, receive: Callable[[FromRank], None]) -> _Process:
         ours, theirs = socket.socketpair()
         board = Board()
-        root = str(Path(__file__).parents[2])
-        env = {**os.environ, **spec.env}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-        env["PYTHONUNBUFFERED"] = "1"
-        if "OMP_WAIT_POLICY" not in env:
-            # Torch's OpenMP threads spin for milliseconds at each barrier, and on a machine shared with clients they
-            # spin while the thread they wait for has no core. A pass of 256 tokens (135 M parameters, 2 busy cores):
-            # 11 s as it comes, 7 s at 20000 spins, 1.4 s at 1000 and at none.
-            env.setdefault("GOMP_SPINCOUNT", "1000")
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "descant.ranks.rank_main"),
-                *map(str, (theirs.fileno(), board.fd, os.getpid())),
+                *rank_command(theirs.fileno(), board.fd),
                 pass_fds=(theirs.fileno(), board.fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=env,
+                env=rank_environment(spec.env),
             )
         except BaseException:
             ours.close()
@@ -395,7 +410,7 @@ class _Process:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         link = cls(process, writer, board)
         writer.write(encode(spec))
-        link._channel = asyncio.create_task(link._read(reader, receive))
+        link._channel = asyncio.create_task(read_channel(reader, receive))
         link._output = asyncio.create_task(link._keep_output())
         return link
 
@@ -418,10 +433,7 @@ class _Process:
         for task in (self._channel, self._output):
             task.cancel()
         self._writer.close()
-        pid = self.process.pid
-        if code < 0:
-            return f"(process {pid}) was killed by {signal.Signals(-code).name}"
-        return f"(process {pid}) exited with code {code}"
+        return f"(process {self.pid}) {how_it_ended(code)}"
 
     def last_lines(self) -> str:
         return "\n".join(self._lines)
@@ -436,16 +448,6 @@ class _Process:
     def close(self) -> None:
         self.board.close()
 
-    async def _read(self, reader: asyncio.StreamReader, receive: Callable[[FromRank], None]) -> None:
-        try:
-            while True:
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                receive(pickle.loads(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        except Exception:
-            log.exception("the rank's channel broke")
-
     async def _keep_output(self) -> None:
         assert self.process.stdout is not None
         rest = b""
@@ -458,9 +460,30 @@ class _Process:
             self._keep(rest)
 
     def _keep(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        self._lines.append(text)
-        logging.getLogger("descant.rank").info("%s", text)
+        keep_line(self._lines, line.decode(errors="replace").rstrip())
+
+
+async def read_channel(reader: asyncio.StreamReader, receive: Callable[[FromRank], None]) -> None:
+    """Until the rank's end of the channel is closed."""
+    try:
+        while True:
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            receive(pickle.loads(await reader.readexactly(length)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return
+    except Exception:
+        log.exception("the rank's channel broke")
+
+
+def how_it_ended(code: int) -> str:
+    """A process's return code in words; below 0 it is the signal that killed it."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def keep_line(lines: deque[str], line: str) -> None:
+    """A line that a rank has printed: into the log, and kept for the message of its death."""
+    lines.append(line)
+    logging.getLogger("descant.rank").info("%s", line)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -470,6 +493,8 @@ class _Process:
 class _Thread:
     def __init__(self, settings: RankSettings, receive: Callable[[FromRank], None]):
         self.board = Board()
+        self.pid: int | None = None
+        self.node = ""
         self._settings = settings
         self._receive = receive
         self._event_loop = asyncio.get_running_loop()

@@ -33,7 +33,7 @@ from descant.ckpt.manifest import MANIFEST, encode_manifest, read_manifest, writ
 from descant.errors import DescantError, RankDied, ServerError
 from descant.ports import Engine, Progress, Trainer
 from descant.ranks.placement import Load, PlacedModel, copy_target, place, rebalance, size_of
-from descant.ranks.replica import Phase, Replica
+from descant.ranks.replica import Launch, Phase, Replica
 from descant.ranks.settings import RankSpec
 from descant.types import (
     CheckpointSource,
@@ -184,10 +184,12 @@ class ReplicaSet:
         cls,
         specs: Sequence[RankSpec],
         *,
+        launches: Sequence[Launch] | None = None,
         on_phase: Callable[[int, str], None] | None = None,
         on_death: Callable[[int], None] | None = None,
     ) -> ReplicaSet:
-        """Starts a rank for each spec and waits until all serve. Raises what ``Replica.start`` raises, having ended
+        """Starts a rank for each spec, with the launch of the same place if there are any, and waits until all serve.
+        Raises what ``Replica.start`` raises, having ended
         the others. ``on_phase`` is told each step of a replica's start, ``on_death`` the number of one that died,
         after all that was pending on it failed."""
 
@@ -199,6 +201,7 @@ class ReplicaSet:
             asyncio.ensure_future(
                 Replica.start(
                     spec,
+                    launch=None if launches is None else launches[index],
                     on_phase=None if on_phase is None else partial(on_phase, index),
                     on_death=partial(died, index),
                 )

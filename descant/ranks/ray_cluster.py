@@ -1,0 +1,245 @@
+"""Ranks on the machines of a Ray cluster. Ray places them and starts what starts them (``ray_host``); all else that
+server and rank have to say to each other goes over sockets of their own.
+
+    cluster = await RayCluster.connect(settings, data_dir=...)
+    specs = await cluster.specs(spec)                        # one a GPU of the cluster; on CPUs as many as asked for
+    replica = await Replica.start(specs[0], launch=cluster.launch())
+    …
+    await cluster.close()                                    # after the replicas: their room is given back
+
+Each replica has a placement group, kept over restarts. Ray waits silently for room that there is not; here every wait
+has the deadline ``placement_timeout_s``, and its error says what was asked for and what the cluster has.
+
+Must be used on one event loop's thread. Calls of Ray block, and are made in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import descant
+from descant.errors import ServerError, UserError
+from descant.ranks.messages import FromRank
+from descant.ranks.placement import RayNode, ray_resources, ray_specs
+from descant.ranks.ray_host import HostOrder, RankHost
+from descant.ranks.ray_link import RayLink, say
+from descant.ranks.replica import Launch, Link
+from descant.ranks.settings import RankSpec, RaySettings
+
+T = TypeVar("T")
+
+LEAVE_S = 10.0
+"""How long Ray may take beyond its own deadlines."""
+
+
+class RayCluster:
+    """Made by ``connect``."""
+
+    def __init__(self, ray: Any, *, address: str, settings: RaySettings, data_dir: Path):
+        self._ray = ray
+        self._settings = settings
+        self._proof = data_dir / "ray-proof"
+        self._proof_text = secrets.token_hex(16)
+        self._groups: list[Any] = []
+        self.address = address
+        """This machine, as the others reach it."""
+
+    @classmethod
+    async def connect(cls, settings: RaySettings, *, data_dir: Path) -> RayCluster:
+        """Raises ``UserError`` where Ray is not installed or there is no cluster at ``settings.address``."""
+        try:
+            import ray
+        except ImportError:
+            raise UserError("ray.address is set, and Ray is not installed here: pip install 'descant[ray]'") from None
+        assert settings.address is not None
+        if settings.address != "auto":
+            await asyncio.to_thread(_check_address, settings.address)
+
+        def connect() -> str:
+            ray.init(
+                address=settings.address,
+                namespace="descant",
+                log_to_driver=False,
+                configure_logging=False,
+                logging_level=logging.WARNING,
+            )
+            return str(ray.util.get_node_ip_address())
+
+        try:
+            address = await asyncio.wait_for(_in_thread(connect), settings.placement_timeout_s)
+        except TimeoutError:
+            raise UserError(
+                f"ray.address is {settings.address!r}, and no Ray cluster answered there within "
+                f"{settings.placement_timeout_s:g} s"
+            ) from None
+        except Exception as error:
+            raise UserError(f"cannot join the Ray cluster at {settings.address!r}: {say(error)}") from None
+        cluster = cls(ray, address=address, settings=settings, data_dir=data_dir)
+        try:
+            await asyncio.to_thread(cluster._proof.write_text, cluster._proof_text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write into data_dir {data_dir}: {error.strerror}") from None
+        return cluster
+
+    async def nodes(self) -> tuple[RayNode, ...]:
+        """Those that are alive."""
+        return tuple(
+            RayNode(
+                name=node["NodeManagerAddress"],
+                cpus=int(node["Resources"].get("CPU", 0)),
+                gpus=int(node["Resources"].get("GPU", 0)),
+            )
+            for node in await self._call(self._ray.nodes)
+            if node["Alive"]
+        )
+
+    async def specs(self, spec: RankSpec) -> tuple[RankSpec, ...]:
+        """One spec a replica, of the spec of any. Raises ``UserError`` for what this cluster cannot hold."""
+        return ray_specs(spec, nodes=await self.nodes())
+
+    def launch(self) -> Launch:
+        """For one replica: starts its rank, and after its death another, in the same placement group."""
+        return _Place(self).start
+
+    async def close(self) -> None:
+        """Gives all room back and leaves the cluster. What still runs on it ends."""
+
+        def leave() -> None:
+            for group in self._groups:
+                with contextlib.suppress(Exception):
+                    self._ray.util.remove_placement_group(group)
+            self._ray.shutdown()
+
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_in_thread(leave), LEAVE_S)
+        with contextlib.suppress(OSError):
+            self._proof.unlink()
+
+    # ------------------------------------------------------------------------------------------------ for places
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Raises ``ServerError`` when Ray does not answer, or fails."""
+        try:
+            return await asyncio.wait_for(_in_thread(function), self._settings.placement_timeout_s + LEAVE_S)
+        except TimeoutError:
+            raise ServerError("the Ray cluster does not answer") from None
+        except Exception as error:
+            raise ServerError(f"the Ray cluster failed: {say(error)}") from error
+
+    async def _no_room(self, name: str, asked: dict[str, int]) -> ServerError:
+        nodes = await self.nodes()
+        free = await self._call(self._ray.available_resources)
+        has = ", ".join(f"{node.name}: {node.cpus} CPUs, {node.gpus} GPUs" for node in nodes[:8])
+        more = f", and {len(nodes) - 8} more" if len(nodes) > 8 else ""
+        wanted = " and ".join(f"{count} {kind}s" for kind, count in asked.items())
+        return ServerError(
+            f"the Ray cluster had no room for the rank of {name} within {self._settings.placement_timeout_s:g} s: "
+            f"asked for {wanted} on one node; it has {len(nodes)} nodes ({has}{more}), "
+            f"with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free in all"
+        )
+
+
+class _Place:
+    """Room for one replica on the cluster."""
+
+    def __init__(self, cluster: RayCluster):
+        self._cluster = cluster
+        self._group: Any = None
+
+    async def start(self, spec: RankSpec, receive: Callable[[FromRank], None]) -> Link:
+        cluster, ray = self._cluster, self._cluster._ray
+        name, resources = spec.label or spec.model, ray_resources(spec)
+        await self._reserve(name, resources)
+
+        def start_host(order: HostOrder) -> tuple[Any, Any]:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            actor = (
+                ray.remote(RankHost)
+                .options(
+                    num_cpus=resources.get("CPU", 0),
+                    num_gpus=resources.get("GPU", 0),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0),
+                )
+                .remote()
+            )
+            return actor, actor.run.remote(order)
+
+        link = RayLink(receive, name=name)
+        try:
+            order = HostOrder(
+                address=await link.listen(cluster.address),
+                token=link.token,
+                proof=(str(cluster._proof), cluster._proof_text),
+                version=descant.__version__,
+                env=spec.env,
+            )
+            actor, run = await cluster._call(lambda: start_host(order))
+            link.host_is(asyncio.wrap_future(run.future()), end=lambda: _in_thread(lambda: ray.kill(actor)))
+            await link.begin(spec, timeout_s=cluster._settings.placement_timeout_s)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    async def _reserve(self, name: str, resources: dict[str, int]) -> None:
+        """A placement group that has its room; the one of before, if that still has it."""
+        cluster, ray, timeout_s = self._cluster, self._cluster._ray, self._cluster._settings.placement_timeout_s
+
+        def reserve() -> bool:
+            if self._group is None:
+                self._group = ray.util.placement_group([resources], strategy="PACK")
+                cluster._groups.append(self._group)
+            return bool(self._group.wait(timeout_s))
+
+        if await cluster._call(reserve):
+            return
+        error = await cluster._no_room(name, resources)
+        group, self._group = self._group, None
+        cluster._groups.remove(group)
+        await cluster._call(lambda: ray.util.remove_placement_group(group))
+        raise error
+
+
+def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """In a thread of its own that the process does not wait for: Ray may never come back from a call."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def end(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            failed = error
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            loop.call_soon_threadsafe(end, result, failed)
+
+    threading.Thread(target=run, name="descant-ray", daemon=True).start()
+    return future
+
+
+def _check_address(address: str) -> None:
+    """Ray tries for a minute to reach what is not there. Raises ``UserError``."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "/" in host:
+        raise UserError(f"ray.address is {address!r}, expected host:port of the cluster's head, or 'auto'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+    except OSError as error:
+        raise UserError(f"no Ray cluster at ray.address {address!r}: {error.strerror or error}") from None

@@ -1,0 +1,77 @@
+"""Ranks on two Ray nodes: they keep the promises of any rank, die by name, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from descant.dist.frames import pack
+from descant.errors import RankDied, ServerError, UserError
+from descant.ranks.ray_cluster import RayCluster
+from descant.ranks.replica import Replica
+from descant.ranks.settings import RankSpec, RaySettings
+from descant.testing.engine import request, sampled
+from descant.testing.ranks import SETTINGS
+from descant.testing.trainer import Model, result
+
+SECONDS = 5.0
+"""A rank that died or is stopped is noticed within this."""
+
+Join = Any
+
+
+def spec(tiny: Path, **settings: Any) -> RankSpec:
+    return RankSpec(
+        model=str(tiny),
+        settings=replace(SETTINGS, **settings),
+        build="descant.testing.ranks:build_tiny",
+    )
+
+
+@asynccontextmanager
+async def started(
+    cluster: RayCluster, wanted: RankSpec, deaths: list[RankDied] | None = None
+) -> AsyncIterator[Replica]:
+    replica = await Replica.start(
+        wanted, launch=cluster.launch(), on_death=None if deaths is None else deaths.append
+    )
+    try:
+        yield replica
+    finally:
+        pid = replica.pid
+        await replica.close()
+        assert pid is None or not psutil.pid_exists(pid)
+
+
+async def test_a_rank_serves_is_killed_and_restarted(join: Join, tiny: Path) -> None:
+    deaths: list[RankDied] = []
+    async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
+        model = Model(replica)
+        await result(model.create())
+        await model.train(1)
+        assert len((await sampled(replica, request())).tokens()) == 4
+        first = replica.pid
+        assert first is not None
+        assert psutil.Process(first).parent().name().startswith("ray::RankHost")
+
+        pending = [model.backward(), model.step()]
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(SECONDS):
+            outcomes = await asyncio.gather(*pending, return_exceptions=True)
+        assert [str(outcome) for outcome in outcomes] == [str(deaths[0])] * 2
+        assert f"(process {first} on {socket.gethostname()}) was killed by SIGKILL" in str(deaths[0])
+
+        await replica.restart()
+        again = Model(replica, "again")
+        await result(again.create())
+        await again.train(1)
