@@ -42,9 +42,7 @@ def spec(tiny: Path, **settings: Any) -> RankSpec:
 async def started(
     cluster: RayCluster, wanted: RankSpec, deaths: list[RankDied] | None = None
 ) -> AsyncIterator[Replica]:
-    replica = await Replica.start(
-        wanted, launch=cluster.launch(), on_death=None if deaths is None else deaths.append
-    )
+    replica = await Replica.start(wanted, launch=cluster.launch(), on_death=None if deaths is None else deaths.append)
     try:
         yield replica
     finally:
@@ -75,3 +73,56 @@ async def test_a_rank_serves_is_killed_and_restarted(join: Join, tiny: Path) -> 
         again = Model(replica, "again")
         await result(again.create())
         await again.train(1)
+
+
+async def test_a_stopped_rank_is_ended_and_says_what_it_printed(join: Join, tiny: Path, caplog: Any) -> None:
+    deaths: list[RankDied] = []
+    async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
+        model = Model(replica)
+        await result(model.create())
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGSTOP)
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(RankDied, match="stopped by a signal"):
+                await model.forward()
+        assert not psutil.pid_exists(replica.pid or -1)
+        await replica.restart()
+
+
+async def test_a_rank_goes_with_its_host(join: Join, tiny: Path) -> None:
+    deaths: list[RankDied] = []
+    async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
+        assert replica.pid is not None
+        rank = psutil.Process(replica.pid)
+        model = Model(replica)
+        await result(model.create())
+        os.kill(rank.ppid(), signal.SIGKILL)
+        async with asyncio.timeout(SECONDS):
+            with pytest.raises(RankDied, match="was lost with its host: ActorDiedError"):
+                while True:
+                    await model.forward()
+        rank.wait(SECONDS)
+        await replica.restart()
+        await result(Model(replica, "again").create())
+
+
+async def test_replicas_are_spread_and_a_lost_node_is_replaced(join: Join, two_nodes: Any, tiny: Path) -> None:
+    node = two_nodes.add_node(num_cpus=2, resources={"third": 1}, object_store_memory=80 << 20)
+    deaths: list[RankDied] = []
+    async with join() as cluster:
+        wanted = await cluster.specs(replace(spec(tiny, replicas=3, num_threads=2)))
+        launches = [cluster.launch() for _ in wanted]
+        replicas = await asyncio.gather(
+            *(Replica.start(each, launch=launch, on_death=deaths.append) for each, launch in zip(wanted, launches))
+        )
+        try:
+            raylets = {psutil.Process(replica.pid).parents()[1].pid for replica in replicas}
+            assert len(raylets) == 3, "each on a node of its own"
+            two_nodes.remove_node(node, allow_graceful=False)
+            async with asyncio.timeout(SECONDS):
+                while not deaths:
+                    await asyncio.sleep(0.05)
+            assert len(deaths) == 1
+            assert "was lost with its host" in str(deaths[0])
+        finally:
+            await asyncio.gather(*(replica.close() for replica in replicas))
