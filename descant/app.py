@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 from fastapi import FastAPI
@@ -28,7 +28,9 @@ from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
 from descant.errors import DescantError, ServerError, UserError
 from descant.ports import Clock
-from descant.ranks.placement import rank_specs
+from descant.ranks.placement import rank_specs, share_gpus
+from descant.ranks.ray_cluster import RayCluster
+from descant.ranks.replica import Launch, start_process
 from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSpec
 from descant.server.app import HttpServer, bind, create_app
@@ -61,10 +63,12 @@ async def _run(settings: Settings, started: Started) -> None:
         stack.enter_context(only_server_of(settings.data_dir))
         listener = stack.enter_context(listen(settings.server.host, settings.server.port))
         clock = SystemClock()
-        gpus = await _unless(stop, asyncio.to_thread(visible_gpus, settings.rank.device))
-        if gpus is None:
+        machines = await _unless(stop, _machines(settings))
+        if machines is None:
             return
-        keepers = [Keeper(name, settings, gpus=gpus, clock=clock) for name in settings.models]
+        stack.push_async_callback(machines.close)
+        specs = await machines.specs([base_spec(model, settings) for model in settings.models])
+        keepers = [Keeper(of_base, [machines.launch() for _ in of_base], clock=clock) for of_base in specs]
         for keeper in keepers:
             stack.push_async_callback(keeper.close)
             if await _unless(stop, keeper.start()) is None:
@@ -79,16 +83,65 @@ async def _run(settings: Settings, started: Started) -> None:
         await stop.wait()
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Where ranks run
+
+
+class Machines(Protocol):
+    """What ranks run on."""
+
+    async def specs(self, bases: Sequence[RankSpec]) -> Sequence[Sequence[RankSpec]]:
+        """For each base one spec a replica. Raises ``UserError`` for replicas that cannot be."""
+        ...
+
+    def launch(self) -> Launch:
+        """What starts the ranks of one replica."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ThisMachine:
+    def __init__(self, gpus: Sequence[str]):
+        """``gpus``: as ``visible_gpus`` gives them."""
+        self._gpus = gpus
+
+    async def specs(self, bases: Sequence[RankSpec]) -> Sequence[Sequence[RankSpec]]:
+        shares = share_gpus(bases, gpus=self._gpus)
+        return [rank_specs(base, gpus=share, num_cores=num_cores()) for base, share in zip(bases, shares)]
+
+    def launch(self) -> Launch:
+        return start_process
+
+    async def close(self) -> None:
+        pass
+
+
+async def _machines(settings: Settings) -> Machines:
+    if settings.ray.address is not None:
+        return await RayCluster.connect(settings.ray, data_dir=settings.data_dir)
+    return ThisMachine(await asyncio.to_thread(visible_gpus, settings.rank.device))
+
+
+def base_spec(model: str, settings: Settings) -> RankSpec:
+    """Of any rank of a base."""
+    return RankSpec(
+        model=model, settings=settings.rank, losses=settings.losses, spill_dir=str(settings.data_dir / "spill")
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ranks that are kept alive
+
+
 class Keeper:
     """One base's replicas, kept alive: after a rank's death what it held is lost, and a new rank is started, again and
     again until one serves. The other replicas go on meanwhile."""
 
-    def __init__(self, model: str, settings: Settings, *, gpus: Sequence[str], clock: Clock):
-        """``gpus``: as ``visible_gpus`` gives them. Raises ``UserError`` for replicas that cannot be."""
-        spec = RankSpec(
-            model=model, settings=settings.rank, losses=settings.losses, spill_dir=str(settings.data_dir / "spill")
-        )
-        self._specs = rank_specs(spec, gpus=gpus, num_cores=num_cores())
+    def __init__(self, specs: Sequence[RankSpec], launches: Sequence[Launch], *, clock: Clock):
+        """One spec a replica, and what starts it."""
+        self._specs = specs
+        self._launches = launches
         self._clock = clock
         self._replicas: ReplicaSet | None = None
         self._died = [asyncio.Event() for _ in self._specs]
@@ -96,7 +149,7 @@ class Keeper:
 
     async def start(self) -> ReplicaSet:
         self._replicas = await ReplicaSet.start(
-            self._specs, on_phase=self._say, on_death=lambda index: self._died[index].set()
+            self._specs, launches=self._launches, on_phase=self._say, on_death=lambda index: self._died[index].set()
         )
         return self._replicas
 

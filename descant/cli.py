@@ -50,16 +50,23 @@ def main() -> None:
 @click.argument("models", metavar="MODEL...", nargs=-1)
 @click.option("--host", help="Address to listen on. Anything but loopback needs API keys.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0 lets the system choose.  [default: 8000]")
+@click.option("--ray", metavar="ADDRESS", help="Ranks on this Ray cluster: host:port of its head, or auto.")
 @click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="Settings as TOML.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="One setting; may be repeated.")
 @one_sentence
 def serve(
-    models: tuple[str, ...], host: str | None, port: int | None, config: Path | None, overrides: tuple[str, ...]
+    models: tuple[str, ...],
+    host: str | None,
+    port: int | None,
+    ray: str | None,
+    config: Path | None,
+    overrides: tuple[str, ...],
 ) -> None:
     """Serve base models: smollm2, a model's directory, or a hub name."""
     flags = [
         *([f"server.host={host}"] if host is not None else []),
         *([f"server.port={port}"] if port is not None else []),
+        *([f"ray.address={ray}"] if ray is not None else []),
     ]
     settings = load_settings(config, [*overrides, *flags])
     if models:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from descant.errors import ServerError, UserError
@@ -137,6 +138,25 @@ def _share(load: Load, total: Load) -> float:
 # Ranks on devices
 
 
+def share_gpus(bases: Sequence[RankSpec], *, gpus: Sequence[str]) -> tuple[Sequence[str], ...]:
+    """Each base's GPUs, in the order of both: as many as its replicas need where ``rank.replicas`` says how many they
+    are, else an equal share, the first ones the larger. Raises ``UserError`` for more bases than that makes room for.
+    """
+    if len(bases) == 1 or not gpus:
+        return (gpus,) * len(bases)
+    shares = [len(gpus) // len(bases) + (index < len(gpus) % len(bases)) for index in range(len(bases))]
+    shares = [base.settings.replicas or share for base, share in zip(bases, shares)]
+    if sum(shares) > len(gpus) or 0 in shares:
+        replicas = bases[0].settings.replicas
+        raise UserError(
+            f"{len(bases)} models are to be served"
+            + (f" with rank.replicas {replicas} each" if replicas else "")
+            + f", and there are {len(gpus)} GPUs: each replica needs one of its own"
+        )
+    ends = list(accumulate(shares))
+    return tuple(gpus[end - share : end] for end, share in zip(ends, shares))
+
+
 def rank_specs(spec: RankSpec, *, gpus: Sequence[str], num_cores: int) -> tuple[RankSpec, ...]:
     """One spec a replica, of the spec of any.
 
@@ -183,22 +203,28 @@ class RayNode:
     gpus: int
 
 
-def ray_specs(spec: RankSpec, *, nodes: Sequence[RayNode]) -> tuple[RankSpec, ...]:
-    """``rank_specs`` for a cluster: where its nodes have GPUs, a replica has one, and which one is Ray's to say.
+def ray_specs(bases: Sequence[RankSpec], *, nodes: Sequence[RayNode]) -> tuple[Sequence[RankSpec], ...]:
+    """``rank_specs`` for each base on a cluster: where its nodes have GPUs a rank has one, and Ray says which.
 
-    On CPUs, ``settings.num_threads`` None: as many as let all replicas run at once, each on one node.
+    On CPUs, where ``settings.num_threads`` does not say it, a rank has as many as let all run at once, each on one
+    node. Raises ``UserError`` naming the setting.
     """
-    settings = spec.settings
+    settings = bases[0].settings
     gpus = sum(node.gpus for node in nodes) if settings.device in ("auto", "cuda") else 0
     if settings.device == "cuda" and not gpus:
         raise UserError(f"rank.device is 'cuda', and none of the {len(nodes)} nodes of the Ray cluster has a GPU")
     if not gpus:
-        # Or every node with a GPU that Ray was not told of would use it.
+        # Or a node with a GPU that Ray was not told of would use it.
         device = "cpu" if settings.device == "auto" else settings.device
-        threads = settings.num_threads or _threads_for(settings.replicas or 1, [node.cpus for node in nodes])
-        settings = replace(settings, device=device, num_threads=threads)
-    specs = rank_specs(replace(spec, settings=settings), gpus=("",) * gpus, num_cores=1)
-    return tuple(replace(each, env={}) for each in specs)
+        num_ranks = len(bases) * (settings.replicas or 1)
+        num_threads = settings.num_threads or _threads_for(num_ranks, [node.cpus for node in nodes])
+        settings = replace(settings, device=device, num_threads=num_threads)
+    bases = [replace(base, settings=settings) for base in bases]
+    shares = share_gpus(bases, gpus=("",) * gpus)
+    return tuple(
+        [replace(spec, env={}) for spec in rank_specs(base, gpus=share, num_cores=1)]
+        for base, share in zip(bases, shares)
+    )
 
 
 def ray_resources(spec: RankSpec) -> dict[str, int]:

@@ -2,10 +2,10 @@
 server and rank have to say to each other goes over sockets of their own.
 
     cluster = await RayCluster.connect(settings, data_dir=...)
-    specs = await cluster.specs(spec)                        # one a GPU of the cluster; on CPUs as many as asked for
+    [specs] = await cluster.specs([spec])   # one a GPU of the cluster; on CPUs as many as asked for
     replica = await Replica.start(specs[0], launch=cluster.launch())
     …
-    await cluster.close()                                    # after the replicas: their room is given back
+    await cluster.close()                   # after the replicas: their room is given back
 
 Each replica has a placement group, kept over restarts. Ray waits silently for room that there is not; here every wait
 has the deadline ``placement_timeout_s``, and its error says what was asked for and what the cluster has.
@@ -21,7 +21,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,9 +101,9 @@ class RayCluster:
             if node["Alive"]
         )
 
-    async def specs(self, spec: RankSpec) -> tuple[RankSpec, ...]:
-        """One spec a replica, of the spec of any. Raises ``UserError`` for what this cluster cannot hold."""
-        return ray_specs(spec, nodes=await self.nodes())
+    async def specs(self, bases: Sequence[RankSpec]) -> Sequence[Sequence[RankSpec]]:
+        """For each base one spec a replica. Raises ``UserError`` for replicas that cannot be."""
+        return ray_specs(bases, nodes=await self.nodes())
 
     def launch(self) -> Launch:
         """For one replica: starts its rank, and after its death another, in the same placement group."""

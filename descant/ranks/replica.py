@@ -150,7 +150,7 @@ class Replica:
 
         ``on_phase`` is told each step of the start. ``on_death`` is called once per death, after all that was pending
         has failed; it may schedule ``restart``."""
-        start = launch or _Process.start
+        start = launch or start_process
         replica = cls(spec.label or spec.model, lambda self: start(spec, self._receive), spec.settings, on_death)
         await replica._start(on_phase)
         return replica
@@ -381,7 +381,7 @@ class _Process:
     def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter, board: Board):
         self.process = process
         self.board = board
-        self.pid = process.pid
+        self.pid: int | None = process.pid
         self.node = ""
         self._writer = writer
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -484,6 +484,11 @@ def keep_line(lines: deque[str], line: str) -> None:
     """A line that a rank has printed: into the log, and kept for the message of its death."""
     lines.append(line)
     logging.getLogger("descant.rank").info("%s", line)
+
+
+async def start_process(spec: RankSpec, receive: Callable[[FromRank], None]) -> Link:
+    """The default ``Launch``: a process of this machine."""
+    return await _Process.start(spec, receive)
 
 
 # --------------------------------------------------------------------------------------------------------------------
