@@ -28,9 +28,9 @@ from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
 from descant.errors import DescantError, ServerError, UserError
 from descant.ports import Clock
+from descant.ranks.launch import Launcher, start_processes
 from descant.ranks.placement import rank_specs, share_gpus
 from descant.ranks.ray_cluster import RayCluster
-from descant.ranks.replica import Launch, start_process
 from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSpec
 from descant.server.app import HttpServer, bind, create_app
@@ -94,7 +94,7 @@ class Machines(Protocol):
         """For each base one spec a replica. Raises ``UserError`` for replicas that cannot be."""
         ...
 
-    def launch(self) -> Launch:
+    def launch(self) -> Launcher:
         """What starts the ranks of one replica."""
         ...
 
@@ -110,8 +110,8 @@ class ThisMachine:
         shares = share_gpus(bases, gpus=self._gpus)
         return [rank_specs(base, gpus=share, num_cores=num_cores()) for base, share in zip(bases, shares)]
 
-    def launch(self) -> Launch:
-        return start_process
+    def launch(self) -> Launcher:
+        return start_processes
 
     async def close(self) -> None:
         pass
@@ -138,7 +138,7 @@ class Keeper:
     """One base's replicas, kept alive: after a rank's death what it held is lost, and a new rank is started, again and
     again until one serves. The other replicas go on meanwhile."""
 
-    def __init__(self, specs: Sequence[RankSpec], launches: Sequence[Launch], *, clock: Clock):
+    def __init__(self, specs: Sequence[RankSpec], launches: Sequence[Launcher], *, clock: Clock):
         """One spec a replica, and what starts it."""
         self._specs = specs
         self._launches = launches

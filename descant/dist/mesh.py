@@ -26,6 +26,7 @@ from descant.dist.point import SLICE_S, Member
 
 _SLICE = timedelta(seconds=SLICE_S)
 ReduceOp = Literal["sum", "max", "min"]
+Backend = Literal["gloo", "nccl"]
 _REDUCE: Mapping[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -56,8 +57,12 @@ class Group:
     Bound to the thread that joined. ``ranks[i]`` is the world rank of its member i; ``rank`` is this process's i.
     """
 
-    def __init__(self, name: str, member: Member, process_group: dist.ProcessGroup, mesh: Mesh):
+    def __init__(
+        self, name: str, member: Member, process_group: dist.ProcessGroup, mesh: Mesh, *, stream_ordered: bool
+    ):
         self.name = name
+        self.stream_ordered = stream_ordered
+        """Its collectives run in order with the device's other work (NCCL): the call does not wait for them."""
         self.ranks = member.groups[name]
         self.rank = self.ranks.index(member.rank)
         self.process_group = process_group
@@ -150,7 +155,7 @@ class Group:
             work = issue()
         except Exception as error:
             self._member.collective_failed(identity, error)
-        if self._mesh.stream_ordered:
+        if self.stream_ordered:
             work.wait()  # the stream waits, not this thread
             self._newest = work
         else:
@@ -175,10 +180,9 @@ class Group:
 class Mesh:
     """All groups of a run, on one rank. A context manager: leaving it well takes the groups down."""
 
-    def __init__(self, member: Member, deadline_s: float, *, stream_ordered: bool, check_every_call: bool):
+    def __init__(self, member: Member, deadline_s: float, *, check_every_call: bool):
         self.member = member
         self.deadline_s = deadline_s
-        self.stream_ordered = stream_ordered
         self.check_every_call = check_every_call
         self.groups: dict[str, Group] = {}
         """Those that this rank is in."""
@@ -190,12 +194,13 @@ class Mesh:
         member: Member,
         table: Mapping[str, Sequence[int]],
         *,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backends: Mapping[str, Backend] | None = None,
         host: str = "127.0.0.1",
         deadline_s: float = 60.0,
         check_every_call: bool = False,
     ) -> Mesh:
-        """On every rank with the same ``table``. ``host`` is rank 0's address as the others reach it.
+        """On every rank with the same ``table``. ``backends``: of groups that are not gloo's, by name. ``host`` is rank
+        0's address as the others reach it.
 
         ``deadline_s`` bounds the creation and each collective. ``check_every_call`` compares every call before it is
         made, for a round to the referee each. With "nccl" the current device is this rank's. Raises
@@ -213,25 +218,28 @@ class Mesh:
                 return server.port
 
             port = member.rank0_decides("store", listen, deadline_s=deadline_s)
-            mesh = cls(member, deadline_s, stream_ordered=backend == "nccl", check_every_call=check_every_call)
+            mesh = cls(member, deadline_s, check_every_call=check_every_call)
             try:
                 mesh._store = server or dist.TCPStore(host, port, None, is_master=False, timeout=timeout)
-                mesh._make_groups(table, backend, timeout)
+                mesh._make_groups(table, backends or {}, timeout)
             except Exception as error:  # a peer's death, as torch puts it
                 member.collective_failed(member.where("creation of groups"), error)
             member.barrier("created", deadline_s=deadline_s)
         return mesh
 
-    def _make_groups(self, table: Mapping[str, Sequence[int]], backend: str, timeout: timedelta) -> None:
+    def _make_groups(
+        self, table: Mapping[str, Sequence[int]], backends: Mapping[str, Backend], timeout: timedelta
+    ) -> None:
         # Torch makes groups out of a default group only. It is never handed out, and never computed with.
         dist.init_process_group(
-            backend, store=self._store, rank=self.member.rank, world_size=self.member.world, timeout=timeout
+            "gloo", store=self._store, rank=self.member.rank, world_size=self.member.world, timeout=timeout
         )
         for name, ranks in table.items():
             with self.member.scope(name):
+                backend = backends.get(name, "gloo")
                 made = dist.new_group(list(ranks), timeout=timeout, backend=backend, group_desc=name)
                 if self.member.rank in ranks:
-                    self.groups[name] = Group(name, self.member, made, self)
+                    self.groups[name] = Group(name, self.member, made, self, stream_ordered=backend == "nccl")
 
     def axis(self, name: str) -> Group:
         """This rank's group along an axis of ``axis_table``."""

@@ -1,8 +1,9 @@
-"""The turn loop: per-model queues and the sampler's, one decision at a time, executed on one thread.
+"""The turn loop: per-model queues and the samplers', one decision at a time, executed on one thread.
 
     inbox → queues → decide → Turn → Executor → answers
 
-All torch work of a rank happens in ``run``'s thread. Files are read and written by two threads of their own, which
+All torch work of a rank happens in ``run``'s thread. Where a replica has several ranks, rank 0 alone has the loop, and
+its executor makes all of them do each turn (``team``). Files are read and written by two threads of their own, which
 hand plain host tensors over and compute nothing. An exception in a turn fails what was in that turn and no more.
 """
 
@@ -17,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, assert_never
 
+from descant.dist.failure import DistributedFailure
 from descant.errors import DescantError, ServerError, UserError
 from descant.ranks.channel import Board
 from descant.ranks.messages import (
@@ -47,8 +49,9 @@ from descant.ranks.turns import (
     credit_after,
     decide,
     served_on_arrival,
+    split,
 )
-from descant.sample.scheduler import Scheduler, SequenceOutput
+from descant.sample.scheduler import Scheduler, SequenceOutput, StepPlan
 from descant.train.batch import MIN_SHARED_TOKENS, common_prefix
 from descant.train.step import Part, RequestKey
 from descant.types import (
@@ -84,13 +87,21 @@ class Outcome:
 class Executor(Protocol):
     """What a rank can do. Everything but ``read`` and the callable that ``save`` returns runs on the loop's thread.
 
-    ``Loaded``-type tensors are opaque to the loop: what ``read`` made, ``rows`` and ``publish`` take.
+    Tensors are opaque to the loop: what ``read`` made, ``rows`` and ``publish`` take. A ``DistributedFailure`` is the end
+    of the replica, and nobody's outcome: it leaves ``run``.
     """
 
     facts: ModelFacts
     capabilities: EngineCapabilities
+    num_ranks: int
+    idle_s: float | None
+    """How often ``idle`` is called while there is nothing to do; None: never."""
 
-    def make_scheduler(self) -> Scheduler: ...
+    def idle(self) -> None: ...
+
+    def make_scheduler(self) -> Scheduler:
+        """Called once for each rank; the same limits hold for all."""
+        ...
 
     def adapter_bytes(self, model_id: str) -> tuple[int, int]:
         """What a model takes on the device with one request open, and with each one more. Zeros if it is not here."""
@@ -108,10 +119,12 @@ class Executor(Protocol):
         """Outcomes of all ``closes``, and of requests that were refused when opened."""
         ...
 
-    def sample_step(self, turn: SampleStep) -> Sequence[SequenceOutput]: ...
+    def sample_step(self, turn: SampleStep) -> Sequence[Sequence[SequenceOutput] | DescantError | None]:
+        """By rank: what its plan gave, or how it failed; None where there was no plan."""
+        ...
 
-    def rows(self, turn: Rows, loaded: dict[RequestKey, Any]) -> list[Outcome]:
-        """One outcome a command. ``loaded``: what ``read`` gave for those that have a source, or its error."""
+    def rows(self, turn: Rows) -> list[Outcome]:
+        """One outcome a command."""
         ...
 
     def fail(self, key: RequestKey, command: Command, why: str) -> None:
@@ -167,6 +180,15 @@ class ModelQueue:
     served: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sampled:
+    """A request that is sampled. ``left``: samples that have not ended."""
+
+    version: Version | None
+    scheduler: Scheduler
+    left: set[int]
+
+
 @dataclass(frozen=True, slots=True)
 class _Posted:
     """A file thread has something for the loop's thread to do."""
@@ -197,8 +219,8 @@ class TurnLoop:
         # Models with something waiting, in order of arrival; ``_served`` remembers the others.
         self._models: OrderedDict[str, ModelQueue] = OrderedDict()
         self._served: dict[str, int] = {}
-        self._scheduler = executor.make_scheduler()
-        self._samples: dict[str, tuple[Version | None, set[int]]] = {}
+        self._schedulers = [executor.make_scheduler() for _ in range(executor.num_ranks)]
+        self._samples: dict[str, _Sampled] = {}
         self._turn = 0
         self._last: Kind = "idle"
         self._credit = 1.0
@@ -218,7 +240,7 @@ class TurnLoop:
                 choice = self._decide()
                 if choice.kind == "idle":
                     if not self._stopped:
-                        self._take(self._inbox.get())
+                        self._wait()
                     continue
                 self._turn += 1
                 self._execute(choice)
@@ -228,6 +250,14 @@ class TurnLoop:
         finally:
             self._reader.shutdown(wait=False, cancel_futures=True)
             self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self) -> None:
+        try:
+            message = self._inbox.get(timeout=self._executor.idle_s)
+        except queue.Empty:
+            self._executor.idle()
+        else:
+            self._take(message)
 
     # ------------------------------------------------------------------------------------------------ messages
     def _take_messages(self) -> None:
@@ -245,8 +275,8 @@ class TurnLoop:
             case Sample():
                 self._start_sample(message)
             case Cancel():
-                if message.request_id in self._samples:
-                    self._scheduler.cancel(message.request_id)
+                if (sampled := self._samples.get(message.request_id)) is not None:
+                    sampled.scheduler.cancel(message.request_id)
                     self._end_sample(message.request_id, None)
             case Publish():
                 self._publish(message)
@@ -317,11 +347,11 @@ class TurnLoop:
         return decide(
             Waiting(
                 models=models,
-                sampling=self._scheduler.has_work(),
+                sampling=any(scheduler.has_work() for scheduler in self._schedulers),
                 last=self._last,
                 sample_credit=self._credit,
             ),
-            microbatch_tokens=self._microbatch_tokens,
+            microbatch_tokens=self._executor.num_ranks * self._microbatch_tokens,
             packable=self._executor.facts.packable,
             max_adapter_bytes=self._executor.max_adapter_bytes(),
         )
@@ -329,7 +359,7 @@ class TurnLoop:
     def _waiting(self, model_id: str, waiting: ModelQueue) -> WaitingModel:
         rows: list[Command] = []
         data: list[WaitingDatum] = []
-        room = self._microbatch_tokens
+        room = self._executor.num_ranks * self._microbatch_tokens
         for entry in waiting.entries:
             command = entry.command
             if isinstance(command, ForwardBackward) and command.data:
@@ -367,21 +397,23 @@ class TurnLoop:
         self._executor.prefetch(soon, keep=now)
         match choice.kind:
             case "microbatch":
-                self._run_microbatch(choice.parts)
+                self._run_microbatch(choice.data)
             case "rows":
                 self._run_rows(choice.commands)
             case "sample":
                 self._run_sample_step()
 
-    def _run_microbatch(self, parts: Sequence[Part]) -> None:
+    def _run_microbatch(self, data: Sequence[WaitingDatum]) -> None:
         entries: dict[RequestKey, Entry] = {}
         opens: list[ForwardBackward] = []
-        tokens = 0
-        for part in parts:
+        tokens, backward = 0, False
+        for datum in data:
+            part = datum.part
             entry = entries.get(part.request)
             if entry is None:
                 entry = entries[part.request] = self._entry(part.request)
             assert isinstance(entry.command, ForwardBackward)
+            backward = backward or not entry.command.forward_only
             if part.datum == 0:
                 opens.append(entry.command)
                 entry.waited_s = self._seconds() - entry.arrived_s
@@ -390,10 +422,11 @@ class TurnLoop:
             tokens += length
             self._models[part.request[0]].served += length
         closes = tuple(key for key, entry in entries.items() if entry.next_datum == len(entry.command.data))  # type: ignore[union-attr]
-        turn = Microbatch(opens=tuple(opens), parts=tuple(parts), closes=closes)
+        shares = split(data, self._executor.num_ranks, pass_tokens=self._microbatch_tokens)
+        turn = Microbatch(opens=tuple(opens), shares=shares, closes=closes, backward=backward)
         num_models = len({key[0] for key in entries})
         self._board.write(
-            self._turn, f"a training pass of {len(parts)} datums, {tokens} tokens, for {num_models} models"
+            self._turn, f"a training pass of {len(data)} datums, {tokens} tokens, for {num_models} models"
         )
         try:
             outcomes = self._executor.microbatch(turn)
@@ -402,7 +435,6 @@ class TurnLoop:
         self._settle(outcomes)
 
     def _run_rows(self, commands: Sequence[Command]) -> None:
-        turn = Rows(commands=tuple(commands))
         names = ", ".join(sorted({type(command).__name__ for command in commands}))
         self._board.write(self._turn, f"{len(commands)} row commands ({names})")
         loaded: dict[RequestKey, Any] = {}
@@ -412,7 +444,7 @@ class TurnLoop:
                 error = entry.reading.exception()
                 loaded[entry.key] = entry.reading.result() if error is None else as_descant(error)
         try:
-            outcomes = self._executor.rows(turn, loaded)
+            outcomes = self._executor.rows(Rows(commands=tuple(commands), loaded=loaded))
         except Exception as error:
             outcomes = self._broken(error, [((c.model_id, c.seq_id), c) for c in commands])
         self._settle(outcomes)
@@ -447,43 +479,59 @@ class TurnLoop:
 
     # ------------------------------------------------------------------------------------------------ sampling
     def _start_sample(self, message: Sample) -> None:
+        """On the rank with the fewest sequences."""
         request = message.request
+        scheduler = min(self._schedulers, key=_num_sequences)
         acquired = False
         try:
             if request.request_id in self._samples:
                 raise UserError(f"request {request.request_id!r} runs already")
             self._executor.acquire(request.version)
             acquired = True
-            self._scheduler.add(request)
+            scheduler.add(request)
         except Exception as error:
+            failure = as_descant(error)
             if acquired:
                 self._executor.free(request.version)
-            self._emit(SampleEnded(request_id=request.request_id, error=as_descant(error)))
+            self._emit(SampleEnded(request_id=request.request_id, error=failure))
             return
-        self._samples[request.request_id] = (request.version, set(range(request.num_samples)))
+        left = set(range(request.num_samples))
+        self._samples[request.request_id] = _Sampled(version=request.version, scheduler=scheduler, left=left)
 
     def _end_sample(self, request_id: str, error: DescantError | None) -> None:
-        version, _ = self._samples.pop(request_id)
-        self._executor.free(version)
+        self._executor.free(self._samples.pop(request_id).version)
         self._emit(SampleEnded(request_id=request_id, error=error))
 
     def _run_sample_step(self) -> None:
-        plan = self._scheduler.plan()
-        if plan is None:
+        plans = tuple(scheduler.plan() for scheduler in self._schedulers)
+        planned = [plan for plan in plans if plan is not None]
+        if not planned:
             return
-        self._board.write(self._turn, f"a sampling step of {len(plan.sequences)} sequences, {plan.num_tokens} tokens")
+        num_sequences, num_tokens = sum(len(p.sequences) for p in planned), sum(p.num_tokens for p in planned)
+        self._board.write(self._turn, f"a sampling step of {num_sequences} sequences, {num_tokens} tokens")
+        outputs: Sequence[Sequence[SequenceOutput] | DescantError | None]
         try:
-            outputs = self._executor.sample_step(SampleStep(plan=plan))
-            deltas = self._scheduler.apply(plan, outputs)
+            outputs = self._executor.sample_step(SampleStep(plans=plans))
+        except Exception as error:
+            outputs = [as_descant(error)] * len(plans)
+        for scheduler, plan, output in zip(self._schedulers, plans, outputs, strict=True):
+            if plan is not None and output is not None:
+                self._apply(scheduler, plan, output)
+
+    def _apply(self, scheduler: Scheduler, plan: StepPlan, outputs: Sequence[SequenceOutput] | DescantError) -> None:
+        try:
+            if isinstance(outputs, DescantError):
+                raise outputs
+            deltas = scheduler.apply(plan, outputs)
         except Exception as error:
             failure = as_descant(error)
-            for request_id in self._scheduler.fail(plan):
+            for request_id in scheduler.fail(plan):
                 if request_id in self._samples:
                     self._end_sample(request_id, failure)
             return
         for delta in deltas:
             self._deliver(delta)
-        for request_id, failed in self._scheduler.take_failures():
+        for request_id, failed in scheduler.take_failures():
             if request_id in self._samples:
                 self._end_sample(request_id, failed)
 
@@ -492,14 +540,22 @@ class TurnLoop:
             return
         self._emit(Sampled(delta=delta))
         if delta.stop_reason is not None:
-            _, left = self._samples[delta.request_id]
+            left = self._samples[delta.request_id].left
             left.discard(delta.sample)
             if not left:
                 self._end_sample(delta.request_id, None)
 
 
+def _num_sequences(scheduler: Scheduler) -> int:
+    stats = scheduler.stats()
+    return stats["waiting"] + stats["running"]
+
+
 def as_descant(error: BaseException) -> DescantError:
-    """What leaves the rank. Anything outside the tree is our fault: clients learn its kind, the rank's log the rest."""
+    """What leaves the rank. Anything outside the tree is our fault: clients learn its kind, the rank's log the rest.
+    Raises a ``DistributedFailure``: the replica is at its end, and whoever waits hears that from its launcher."""
+    if isinstance(error, DistributedFailure):
+        raise error
     if isinstance(error, DescantError):
         return error
     log.error("failed in the rank", exc_info=error)

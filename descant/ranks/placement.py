@@ -144,15 +144,20 @@ def share_gpus(bases: Sequence[RankSpec], *, gpus: Sequence[str]) -> tuple[Seque
     """
     if len(bases) == 1 or not gpus:
         return (gpus,) * len(bases)
-    shares = [len(gpus) // len(bases) + (index < len(gpus) % len(bases)) for index in range(len(bases))]
-    shares = [base.settings.replicas or share for base, share in zip(bases, shares)]
-    if sum(shares) > len(gpus) or 0 in shares:
-        replicas = bases[0].settings.replicas
+    num_ranks = bases[0].settings.ranks_per_replica
+    most = len(gpus) // num_ranks
+    replicas = [
+        base.settings.replicas or most // len(bases) + (index < most % len(bases)) for index, base in enumerate(bases)
+    ]
+    if sum(replicas) > most or 0 in replicas:
+        wanted = bases[0].settings.replicas
         raise UserError(
             f"{len(bases)} models are to be served"
-            + (f" with rank.replicas {replicas} each" if replicas else "")
-            + f", and there are {len(gpus)} GPUs: each replica needs one of its own"
+            + (f" with rank.replicas {wanted} each" if wanted else "")
+            + f", and there are {len(gpus)} GPUs: each replica needs "
+            + ("one of its own" if num_ranks == 1 else f"{num_ranks} of its own (rank.ranks_per_replica)")
         )
+    shares = [count * num_ranks for count in replicas]
     ends = list(accumulate(shares))
     return tuple(gpus[end - share : end] for end, share in zip(ends, shares))
 
@@ -160,27 +165,37 @@ def share_gpus(bases: Sequence[RankSpec], *, gpus: Sequence[str]) -> tuple[Seque
 def rank_specs(spec: RankSpec, *, gpus: Sequence[str], num_cores: int) -> tuple[RankSpec, ...]:
     """One spec a replica, of the spec of any.
 
-    ``gpus``: what each visible GPU is called in ``CUDA_VISIBLE_DEVICES``; empty on a CPU. ``settings.replicas`` None:
-    one a GPU, one on a CPU. On a CPU the replicas divide the cores. Raises ``UserError`` naming the setting.
+    ``gpus``: what each visible GPU is called in ``CUDA_VISIBLE_DEVICES``; empty on a CPU. A replica takes
+    ``settings.ranks_per_replica`` GPUs. ``settings.replicas`` None: as many as there are GPUs for, one on a CPU. On a
+    CPU all ranks divide the cores. Raises ``UserError`` naming the setting.
     """
     settings = spec.settings
     on_gpus = bool(gpus) and settings.device in ("auto", "cuda")
-    count = settings.replicas or (len(gpus) if on_gpus else 1)
-    if on_gpus and count > len(gpus):
-        raise UserError(f"rank.replicas is {count}, expected at most {len(gpus)}: each needs a GPU of its own")
-    if count > 1 and settings.device.startswith("cuda:"):
+    num_ranks = settings.ranks_per_replica
+    if on_gpus and num_ranks > len(gpus):
         raise UserError(
-            f"rank.device is {settings.device!r}, which is one GPU, and rank.replicas is {count}; "
+            f"rank.ranks_per_replica is {num_ranks}, expected at most {len(gpus)}: each needs a GPU of its own"
+        )
+    count = settings.replicas or (len(gpus) // num_ranks if on_gpus else 1)
+    if on_gpus and count * num_ranks > len(gpus):
+        raise UserError(
+            f"rank.replicas is {count}, expected at most {len(gpus) // num_ranks}: each needs "
+            + ("a GPU of its own" if num_ranks == 1 else f"{num_ranks} GPUs of its own")
+        )
+    if count * num_ranks > 1 and settings.device.startswith("cuda:"):
+        name, number = ("replicas", count) if count > 1 else ("ranks_per_replica", num_ranks)
+        raise UserError(
+            f"rank.device is {settings.device!r}, which is one GPU, and rank.{name} is {number}; "
             "set rank.device to 'cuda' for a GPU each"
         )
-    if count > 1 and not on_gpus and settings.num_threads is None:
-        settings = replace(settings, num_threads=max(1, num_cores // count))
+    if count * num_ranks > 1 and not on_gpus and settings.num_threads is None:
+        settings = replace(settings, num_threads=max(1, num_cores // (count * num_ranks)))
     return tuple(
         replace(
             spec,
             settings=settings,
             label=f"replica {index} of {spec.model}" if count > 1 else None,
-            env={"CUDA_VISIBLE_DEVICES": gpus[index]} if on_gpus else {},
+            gpus=tuple(gpus[index * num_ranks : (index + 1) * num_ranks]) if on_gpus else (),
             # What a rank finds in its directory it takes for its own earlier life's and removes.
             spill_dir=str(Path(spec.spill_dir) / f"replica-{index}")
             if spec.spill_dir and count > 1
@@ -216,13 +231,13 @@ def ray_specs(bases: Sequence[RankSpec], *, nodes: Sequence[RayNode]) -> tuple[S
     if not gpus:
         # Or a node with a GPU that Ray was not told of would use it.
         device = "cpu" if settings.device == "auto" else settings.device
-        num_ranks = len(bases) * (settings.replicas or 1)
+        num_ranks = len(bases) * (settings.replicas or 1) * settings.ranks_per_replica
         num_threads = settings.num_threads or _threads_for(num_ranks, [node.cpus for node in nodes])
         settings = replace(settings, device=device, num_threads=num_threads)
     bases = [replace(base, settings=settings) for base in bases]
     shares = share_gpus(bases, gpus=("",) * gpus)
     return tuple(
-        [replace(spec, env={}) for spec in rank_specs(base, gpus=share, num_cores=1)]
+        [replace(spec, gpus=()) for spec in rank_specs(base, gpus=share, num_cores=1)]
         for base, share in zip(bases, shares)
     )
 

@@ -1,6 +1,7 @@
-"""A rank's process: ``python -m descant.ranks.rank_main CHANNEL_FD BOARD_FD PARENT_PID``.
+"""A rank (``run``, however it was started), and its process: ``python -m descant.ranks.rank_main CHANNEL_FD BOARD_FD PID``.
 
-The first message on the channel is the ``RankSpec``. It ends when told to, when the channel closes, or with its parent.
+The first message on the channel is the ``Seat``. A rank ends when told to, when its channel closes, when its replica
+has failed, or with its parent (PID).
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from descant.dist.failure import DistributedFailure
+from descant.dist.referee import Invitation
 from descant.errors import DescantError, ServerError
 from descant.ranks.channel import Board, RankChannel
-from descant.ranks.messages import Ready, StartFailed, Starting, ToRank
-from descant.ranks.settings import RankSpec
+from descant.ranks.messages import FromRank, Ready, StartFailed, Starting, ToRank
+from descant.ranks.settings import RankSpec, Seat
 
 if TYPE_CHECKING:
-    from descant.ranks.loop import Executor
+    from descant.ranks.peers import Peers
+    from descant.ranks.worker import Worker
 
 
 def rank_command(channel_fd: int, board_fd: int) -> list[str]:
@@ -55,53 +59,117 @@ def main(channel_fd: int, board_fd: int, parent_pid: int) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     os.set_inheritable(channel_fd, False)
     channel, board = RankChannel(socket.socket(fileno=channel_fd)), Board(board_fd)
-    spec = channel.receive()
-    if not isinstance(spec, RankSpec):
+    seat = channel.receive()
+    if not isinstance(seat, Seat):
         return 0
+    return run(seat.spec, channel, board, rank=seat.rank, invitation=seat.invitation, host=seat.host)
+
+
+def run(
+    spec: RankSpec,
+    channel: RankChannel,
+    board: Board,
+    *,
+    rank: int = 0,
+    invitation: Invitation | None = None,
+    host: str = "127.0.0.1",
+) -> int:
+    """What a rank does from its start to its end; its exit code. The process is to end when this returns: file threads
+    may hang in a dead file system.
+
+    ``invitation``: to the referee of a replica of several ranks; ``host``: the machine of rank 0, as the others reach
+    it. ``channel`` leads to the server: rank 0 hears and answers there, the others tell how their start goes and learn
+    of the server's end. Whoever starts the ranks of a replica ends all of them once one has ended."""
+    try:
+        _say(channel.send, "importing")
+        from descant.ranks.peers import joined  # loads torch
+
+        with joined(spec.settings, rank=rank, invitation=invitation, host=host) as peers:
+            worker = _built(spec, peers, channel.send)
+            if rank == 0:
+                _lead(worker, peers, spec, channel, board)
+            else:
+                _follow(worker, peers, channel, board)
+    except DistributedFailure as failure:
+        print(failure.report(), file=sys.stderr, flush=True)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _say(send: Callable[[FromRank], None], phase: str) -> None:
+    send(Starting(phase=phase))
+
+
+def _built(spec: RankSpec, peers: Peers, send: Callable[[FromRank], None]) -> Worker:
+    """The rank's worker, once every rank has its own. What goes wrong is told before the others hear of it."""
     last_phase = "importing"
 
     def phase(text: str) -> None:
         nonlocal last_phase
         last_phase = text
-        channel.send(Starting(phase=text))
+        _say(send, text)
 
     try:
-        phase(last_phase)
         module, _, function = spec.build.partition(":")
-        executor: Executor = getattr(importlib.import_module(module), function)(spec, phase)
-        from descant.ranks.loop import TurnLoop  # loads torch, as most of what ``build`` names has done
-
-        loop = TurnLoop(
-            executor,
-            emit=channel.send,
-            board=board,
-            microbatch_tokens=spec.settings.microbatch_tokens,
-            steps_per_microbatch=spec.settings.steps_per_microbatch,
-        )
+        worker: Worker = getattr(importlib.import_module(module), function)(spec, phase, peers)
+        if peers.num_ranks > 1:
+            phase("waiting for the other ranks")
+        peers.ready()
+    except DistributedFailure:
+        raise
     except DescantError as error:
-        channel.send(StartFailed(error=error))
-        return 1
+        send(StartFailed(error=error))
+        raise
     except Exception as error:
-        traceback.print_exc()
-        channel.send(StartFailed(error=ServerError(f"{type(error).__name__} while {last_phase}: {error}")))
-        return 1
-    threading.Thread(target=_listen, args=(channel, loop.post), name="descant-listen", daemon=True).start()
-    channel.send(Ready(facts=executor.facts, capabilities=executor.capabilities))
+        send(StartFailed(error=ServerError(f"{type(error).__name__} while {last_phase}: {error}")))
+        raise
+    return worker
+
+
+def _lead(worker: Worker, peers: Peers, spec: RankSpec, channel: RankChannel, board: Board) -> None:
+    from descant.ranks.loop import TurnLoop
+    from descant.ranks.team import Team
+
+    team = Team(worker, peers) if peers.num_ranks > 1 else None
+    loop = TurnLoop(
+        team or worker,
+        emit=channel.send,
+        board=board,
+        microbatch_tokens=spec.settings.microbatch_tokens,
+        steps_per_microbatch=spec.settings.steps_per_microbatch,
+    )
+    _listen(channel, loop.post)
+    channel.send(Ready(facts=worker.facts, capabilities=worker.capabilities))
     loop.run()
-    return 0
+    if team is not None:
+        team.leave()
 
 
-def _listen(channel: RankChannel, post: object) -> None:
-    assert callable(post)
-    while True:
-        try:
-            message: ToRank | object | None = channel.receive()
-        except OSError:
-            message = None
-        if message is None:
-            # The server is gone: nobody can hear the end of what runs.
-            os._exit(0)
-        post(message)
+def _follow(worker: Worker, peers: Peers, channel: RankChannel, board: Board) -> None:
+    from descant.ranks.team import follow
+
+    _listen(channel, lambda message: None)
+    follow(worker, peers, board)
+
+
+def _listen(channel: RankChannel, post: Callable[[ToRank], None]) -> None:
+    """In a thread of its own; ends the process with the channel."""
+
+    def listen() -> None:
+        while True:
+            try:
+                message: ToRank | object | None = channel.receive()
+            except OSError:
+                message = None
+            if message is None:
+                # The server is gone: nobody can hear the end of what runs.
+                os._exit(0)
+            post(message)  # type: ignore[arg-type]
+
+    threading.Thread(target=listen, name="descant-listen", daemon=True).start()
 
 
 def _die_with(parent_pid: int) -> None:

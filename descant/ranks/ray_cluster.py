@@ -19,20 +19,22 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import shutil
 import socket
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import descant
+from descant.dist.referee import RefereeProcess
 from descant.errors import ServerError, UserError
-from descant.ranks.messages import FromRank
+from descant.ranks.launch import Launcher, Link, Ranks, Receive, starting
 from descant.ranks.placement import RayNode, ray_resources, ray_specs
 from descant.ranks.ray_host import HostOrder, RankHost
-from descant.ranks.ray_link import RayLink, say
-from descant.ranks.replica import Launch, Link
-from descant.ranks.settings import RankSpec, RaySettings
+from descant.ranks.ray_rank import RayRank, say
+from descant.ranks.settings import RankSpec, RaySettings, Seat
 
 T = TypeVar("T")
 
@@ -105,8 +107,8 @@ class RayCluster:
         """For each base one spec a replica. Raises ``UserError`` for replicas that cannot be."""
         return ray_specs(bases, nodes=await self.nodes())
 
-    def launch(self) -> Launch:
-        """For one replica: starts its rank, and after its death another, in the same placement group."""
+    def launch(self) -> Launcher:
+        """For one replica: starts its ranks, and after a death others, in the same placement group."""
         return _Place(self).start
 
     async def close(self) -> None:
@@ -133,79 +135,121 @@ class RayCluster:
         except Exception as error:
             raise ServerError(f"the Ray cluster failed: {say(error)}") from error
 
-    async def _no_room(self, name: str, asked: dict[str, int]) -> ServerError:
+    async def _no_room(self, spec: RankSpec) -> ServerError:
         nodes = await self.nodes()
         free = await self._call(self._ray.available_resources)
         has = ", ".join(f"{node.name}: {node.cpus} CPUs, {node.gpus} GPUs" for node in nodes[:8])
         more = f", and {len(nodes) - 8} more" if len(nodes) > 8 else ""
-        wanted = " and ".join(f"{count} {kind}s" for kind, count in asked.items())
+        wanted = " and ".join(
+            f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in ray_resources(spec).items()
+        )
+        num_ranks = spec.settings.ranks_per_replica
+        what = f"{wanted} on one node" if num_ranks == 1 else f"{num_ranks} times {wanted}, each on one node"
         return ServerError(
-            f"the Ray cluster had no room for the rank of {name} within {self._settings.placement_timeout_s:g} s: "
-            f"asked for {wanted} on one node; it has {len(nodes)} nodes ({has}{more}), "
+            f"the Ray cluster had no room for {spec.label or spec.model} within "
+            f"{self._settings.placement_timeout_s:g} s: asked for {what}; it has {len(nodes)} nodes ({has}{more}), "
             f"with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free in all"
         )
 
 
 class _Place:
-    """Room for one replica on the cluster."""
+    """Room for one replica on the cluster: a bundle for each rank, on as few nodes as possible."""
 
     def __init__(self, cluster: RayCluster):
         self._cluster = cluster
         self._group: Any = None
 
-    async def start(self, spec: RankSpec, receive: Callable[[FromRank], None]) -> Link:
-        cluster, ray = self._cluster, self._cluster._ray
-        name, resources = spec.label or spec.model, ray_resources(spec)
-        await self._reserve(name, resources)
+    async def start(self, spec: RankSpec, receive: Receive) -> Link:
+        """``Launcher``."""
+        num_ranks = spec.settings.ranks_per_replica
+        await self._reserve(spec)
+        listeners = [starting(rank, receive) for rank in range(num_ranks)]
+        ranks = [RayRank(listen, name=_name(spec, rank)) for rank, listen in enumerate(listeners)]
+        referee, directory = None, None
+        try:
+            await _all_of(self._connect(spec, number, rank) for number, rank in enumerate(ranks))
+            if num_ranks > 1:
+                directory = tempfile.mkdtemp(prefix="descant-replica-")
+                referee = await asyncio.to_thread(
+                    RefereeProcess.start, num_ranks, directory, host=self._cluster.address
+                )
+                elsewhere = {rank.node_id: rank for rank in ranks if rank.node_id != referee.invitation.node}
+                for rank in elsewhere.values():
+                    rank.watch(referee.invitation)
+            for number, rank in enumerate(ranks):
+                invitation = None if referee is None else referee.invitation
+                rank.begin(Seat(spec=spec, rank=number, invitation=invitation, host=ranks[0].address))
+        except BaseException:
+            for rank in ranks:
+                rank.close()
+            if referee is not None:
+                await asyncio.to_thread(referee.close)
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return Ranks(ranks, referee, directory)
 
-        def start_host(order: HostOrder) -> tuple[Any, Any]:
+    async def _connect(self, spec: RankSpec, number: int, rank: RayRank) -> None:
+        """Starts a rank's host and waits until its process is there."""
+        cluster, ray, resources = self._cluster, self._cluster._ray, ray_resources(spec)
+        order = HostOrder(
+            address=await rank.listen(cluster.address),
+            token=rank.token,
+            proof=(str(cluster._proof), cluster._proof_text),
+            version=descant.__version__,
+            env=spec.env,
+        )
+
+        def start_host() -> tuple[Any, Any]:
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-            actor = (
-                ray.remote(RankHost)
-                .options(
-                    num_cpus=resources.get("CPU", 0),
-                    num_gpus=resources.get("GPU", 0),
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0),
-                )
-                .remote()
+            host = ray.remote(RankHost).options(
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
             )
+            actor = host.remote()
             return actor, actor.run.remote(order)
 
-        link = RayLink(receive, name=name)
-        try:
-            order = HostOrder(
-                address=await link.listen(cluster.address),
-                token=link.token,
-                proof=(str(cluster._proof), cluster._proof_text),
-                version=descant.__version__,
-                env=spec.env,
-            )
-            actor, run = await cluster._call(lambda: start_host(order))
-            link.host_is(asyncio.wrap_future(run.future()), end=lambda: _in_thread(lambda: ray.kill(actor)))
-            await link.begin(spec, timeout_s=cluster._settings.placement_timeout_s)
-        except BaseException:
-            link.close()
-            raise
-        return link
+        actor, run = await cluster._call(start_host)
+        rank.host_is(asyncio.wrap_future(run.future()), end=lambda: _in_thread(lambda: ray.kill(actor)))
+        await rank.connected(timeout_s=cluster._settings.placement_timeout_s)
 
-    async def _reserve(self, name: str, resources: dict[str, int]) -> None:
+    async def _reserve(self, spec: RankSpec) -> None:
         """A placement group that has its room; the one of before, if that still has it."""
         cluster, ray, timeout_s = self._cluster, self._cluster._ray, self._cluster._settings.placement_timeout_s
 
         def reserve() -> bool:
             if self._group is None:
-                self._group = ray.util.placement_group([resources], strategy="PACK")
+                bundles = [ray_resources(spec)] * spec.settings.ranks_per_replica
+                self._group = ray.util.placement_group(bundles, strategy="PACK")
                 cluster._groups.append(self._group)
             return bool(self._group.wait(timeout_s))
 
         if await cluster._call(reserve):
             return
-        error = await cluster._no_room(name, resources)
+        error = await cluster._no_room(spec)
         group, self._group = self._group, None
         cluster._groups.remove(group)
         await cluster._call(lambda: ray.util.remove_placement_group(group))
         raise error
+
+
+def _name(spec: RankSpec, rank: int) -> str:
+    who = "the rank" if spec.settings.ranks_per_replica == 1 else f"rank {rank}"
+    return f"{who} of {spec.label or spec.model}"
+
+
+async def _all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of it, or the first failure once everything has ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:

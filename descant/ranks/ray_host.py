@@ -1,6 +1,6 @@
 """What stands beside a rank on another machine: a Ray actor that starts the rank's process and watches it there.
 
-    server ──────── channel: a rank's messages (``RankSpec``, ``ToRank``, ``FromRank``) ──────── rank
+    server ──────── channel: a rank's messages (``Seat``, ``ToRank``, ``FromRank``) ──────────── rank
        └──────────  host: beats with the board, output lines, how it ended ◂─▸ kill  ──────────── host ┘ (its child)
 
 The rank is a child of the actor, with the same command line as on the server's own machine: so its exit status is
@@ -23,7 +23,9 @@ from pathlib import Path
 
 import descant
 from descant.dist.frames import Frames, pack, tune
-from descant.dist.process import process_status
+from descant.dist.process import node_id, process_status
+from descant.dist.referee import Invitation
+from descant.dist.watcher import watch
 from descant.ranks.channel import Board
 from descant.ranks.rank_main import rank_command, rank_environment
 
@@ -120,14 +122,15 @@ class _Rank:
         output = threading.Thread(target=self._forward_output, args=(server,), daemon=True)
         output.start()
         frames = Frames()
-        self._send(server, ["started", self._process.pid, socket.gethostname()])
+        mine = [socket.gethostname(), node_id(), server.getsockname()[0]]
+        self._send(server, ["started", self._process.pid, *mine])
         while self._process.poll() is None:
             try:
                 ready, _, _ = select.select([server], [], [], BEAT_S)
                 data = server.recv(4096) if ready else None
             except OSError:
                 data = b""
-            if data == b"" or (data and ["kill"] in list(frames.feed(data))):
+            if data == b"" or not all(self._obey(message) for message in frames.feed(data or b"")):
                 self._process.kill()
                 self._process.wait()
                 break
@@ -139,6 +142,16 @@ class _Rank:
         turn, text = self._board.read()
         self._send(server, ["beat", turn, text, False])
         self._send(server, ["ended", self._process.returncode])
+
+    @staticmethod
+    def _obey(message: object) -> bool:
+        """Whether the rank may live."""
+        match message:
+            case ["watch", str(invitation)]:
+                watcher = threading.Thread(target=watch, args=(Invitation.from_json(invitation),), daemon=True)
+                watcher.start()
+                return True
+        return False
 
     def _forward_output(self, server: socket.socket) -> None:
         assert self._process.stdout is not None

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from descant.dist.referee import Invitation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
@@ -15,6 +17,13 @@ class RankSettings:
     """auto: cuda where there is one, else cpu."""
     replicas: int | None = None
     """Ranks that each hold the whole base model and some of the adapters; None: one a visible GPU, one on a CPU."""
+    ranks_per_replica: int = 1
+    """Ranks that execute every turn of a replica together, each on a GPU of its own: they share the datums of a pass,
+    and the sequences being sampled. More than 1 for a tenant whose batches are large, or a base that must be sharded;
+    for many tenants more replicas are faster."""
+    shard_base: bool | None = None
+    """Whether the base's layers are spread over the ranks of a replica and gathered one by one as they are computed;
+    None: where the base alone takes more than 4/5 of a GPU."""
     rebalance_interval_s: float = 30.0
     """How often it is looked whether adapters should move from a busy replica to an idle one."""
     num_threads: int | None = None
@@ -70,8 +79,8 @@ class LossSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpec:
-    """One rank to start: which model, with which settings and losses. ``build``: ``module:function`` that makes its
-    ``Executor`` of this spec and a callable that is told each phase of the start."""
+    """One replica to start: which model, with which settings and losses. ``build``: ``module:function`` that makes a
+    rank's ``Worker`` of this spec, a callable that is told each phase of the start, and the rank's ``Peers``."""
 
     model: str
     settings: RankSettings
@@ -79,7 +88,20 @@ class RankSpec:
     cache_dir: str | None = None
     spill_dir: str | None = None
     label: str | None = None
-    """What messages call the rank; None: the model."""
+    """What messages call the replica; None: the model."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Set in the rank's process, over the server's environment."""
+    """Set in the ranks' processes, over the server's environment."""
+    gpus: tuple[str, ...] = ()
+    """What each rank's GPU is called in ``CUDA_VISIBLE_DEVICES``; empty: the ranks see what the server sees."""
     build: str = "descant.ranks.worker:build"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What one rank of a replica is told first. ``invitation`` None: it is alone. ``host``: the machine of rank 0, as
+    the others reach it."""
+
+    spec: RankSpec
+    rank: int = 0
+    invitation: Invitation | None = None
+    host: str = "127.0.0.1"

@@ -1,20 +1,21 @@
 """What runs next: ``decide``, a pure function from what waits to one ``Choice``. The only place that chooses.
 
 The turn loop makes of a choice a ``Turn``, a plain record; every rank of a replica executes the same turns in the same
-order, and one process is a replica of one rank. No rank, thread or stream chooses for itself.
+order, and one process is a replica of one rank. No rank, thread or stream chooses for itself. Which rank computes which
+datum is in the turn as well (``split``).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from descant.sample.scheduler import StepPlan
 from descant.train.step import Part, RequestKey
-from descant.types import Command, ForwardBackward
+from descant.types import Command, ForwardBackward, SnapshotRef, Version
 
 # --------------------------------------------------------------------------------------------------------------------
 # Turns
@@ -22,26 +23,96 @@ from descant.types import Command, ForwardBackward
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """One shared forward/backward pass. ``opens``: requests whose first datum is in it; ``closes``: whose last is."""
+    """Datums that are computed together. ``opens``: requests whose first datum is in it; ``closes``: whose last is.
+
+    ``shares[rank]``: its passes, as many for each rank, some of them empty (``split``). ``backward``: whether any of
+    its requests is more than evaluated."""
 
     opens: tuple[ForwardBackward, ...]
-    parts: tuple[Part, ...]
+    shares: tuple[tuple[tuple[Part, ...], ...], ...]
     closes: tuple[RequestKey, ...]
+    backward: bool = True
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for passes in self.shares for parts in passes for part in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStep:
-    plan: StepPlan
+    """``plans[rank]``: None where that rank has nothing to sample."""
+
+    plans: tuple[StepPlan | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Commands that move or change whole rows (create, optimiser step, snapshot, load, delete, refused), in order."""
+    """Commands that move or change whole rows (create, optimiser step, snapshot, load, delete, refused), in order.
+    ``loaded``: what was read for those that have a source (opaque tensors), or the error."""
 
     commands: tuple[Command, ...]
+    loaded: Mapping[RequestKey, Any] = field(default_factory=dict)
 
 
-Turn = Microbatch | SampleStep | Rows
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """Before a turn about ``keep``: these models are asked for next, in this order."""
+
+    model_ids: tuple[str, ...]
+    keep: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The turn that this command was in broke: forget what is open, and remember a lost gradient."""
+
+    key: RequestKey
+    command: Command
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """``loaded``: its tensors, where they come from a checkpoint."""
+
+    ref: SnapshotRef
+    loaded: Any | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawal:
+    """A published version is released."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """What a snapshot holds for a save is freed."""
+
+    ref: SnapshotRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A request begins to sample this version."""
+
+    version: Version | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unpin:
+    """It has ended."""
+
+    version: Version | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """No more turns."""
+
+
+Turn = Microbatch | SampleStep | Rows | Prefetch | Fail | Publication | Withdrawal | Drop | Pin | Unpin | Leave
 
 # --------------------------------------------------------------------------------------------------------------------
 # What waits
@@ -108,11 +179,15 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """``parts`` for a microbatch, ``commands`` for rows; "idle": nothing waits."""
+    """``data`` for a microbatch, ``commands`` for rows; "idle": nothing waits."""
 
     kind: Kind
-    parts: tuple[Part, ...] = ()
+    data: tuple[WaitingDatum, ...] = ()
     commands: tuple[Command, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(datum.part for datum in self.data)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -134,12 +209,12 @@ def decide(
     if waiting.sampling and (waiting.sample_credit >= 1 or not training):
         return Choice(kind="sample")
     if training:
-        parts = _fill(waiting.models, microbatch_tokens if packable else 0, max_adapter_bytes)
-        return Choice(kind="microbatch", parts=parts)
+        data = _fill(waiting.models, microbatch_tokens if packable else 0, max_adapter_bytes)
+        return Choice(kind="microbatch", data=data)
     return Choice(kind="idle")
 
 
-def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -> tuple[Part, ...]:
+def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -> tuple[WaitingDatum, ...]:
     """Datum by datum from the model least served, so that a small tenant is never behind a large one's queue. A model
     whose next datum does not fit waits for the next pass (its order stays, and it is then the least served); the first
     datum is always taken, so that one larger than the budget runs alone. A request that would need more adapter memory
@@ -148,13 +223,13 @@ def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -
     heapq.heapify(least_served)
     in_use = sum(model.open_bytes for model in models)
     begun: dict[int, set[RequestKey]] = {}
-    parts: list[Part] = []
-    while least_served and (room > 0 or not parts):
+    data: list[WaitingDatum] = []
+    while least_served and (room > 0 or not data):
         served, index, at = heapq.heappop(least_served)
         model = models[index]
         datum, requests = model.data[at], begun.setdefault(index, set())
         cost = datum.added_tokens if at else datum.tokens
-        if parts and cost > room:
+        if data and cost > room:
             continue
         if datum.part.datum == 0 and datum.part.request not in requests:
             more = model.request_bytes if requests or model.open_requests else model.adapter_bytes
@@ -162,11 +237,75 @@ def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -
                 continue
             in_use += more
             requests.add(datum.part.request)
-        parts.append(datum.part)
+        data.append(datum)
         room -= cost
         if at + 1 < len(model.data):
             heapq.heappush(least_served, (served + datum.tokens, index, at + 1))
-    return tuple(parts)
+    return tuple(data)
+
+
+def split(
+    data: Sequence[WaitingDatum], num_ranks: int, *, pass_tokens: int
+) -> tuple[tuple[tuple[Part, ...], ...], ...]:
+    """``Microbatch.shares`` of a choice: each datum on one rank, ranks even in tokens, as many passes for each.
+
+    Datums that share a prefix stay together, unless together they are more than one rank's even share: then the prefix
+    is computed once more on the next rank. A rank's passes have ``pass_tokens`` at most (a datum larger than that has
+    one of its own); alone, a rank has one pass, whatever is in it."""
+    if num_ranks == 1:
+        return ((tuple(datum.part for datum in data),),)
+    groups = _sharing(data, -(-sum(_costs(data)) // num_ranks))
+    loads = [0] * num_ranks
+    taken: list[list[int]] = [[] for _ in range(num_ranks)]
+    for cost, indices in sorted(groups, key=lambda group: (-group[0], group[1][0])):
+        rank = loads.index(min(loads))
+        loads[rank] += cost
+        taken[rank] += indices
+    passes = [_passes([data[index] for index in sorted(indices)], pass_tokens) for indices in taken]
+    most = max(map(len, passes))
+    return tuple((*own, *((),) * (most - len(own))) for own in passes)
+
+
+def _costs(data: Sequence[WaitingDatum]) -> list[int]:
+    """Of each datum in a pass of all of them."""
+    last: dict[RequestKey, WaitingDatum] = {}
+    costs = []
+    for datum in data:
+        before = last.get(datum.part.request)
+        costs.append(datum.added_tokens if before is not None and _follows(before, datum) else datum.tokens)
+        last[datum.part.request] = datum
+    return costs
+
+
+def _follows(before: WaitingDatum, datum: WaitingDatum) -> bool:
+    return datum.shared > 0 and (before.part.request, before.part.datum + 1) == (datum.part.request, datum.part.datum)
+
+
+def _sharing(data: Sequence[WaitingDatum], most: int) -> list[tuple[int, list[int]]]:
+    """(tokens, indices) of datums that stay together: at most ``most`` tokens, or one datum."""
+    last: dict[RequestKey, tuple[int, int]] = {}
+    groups: list[tuple[int, list[int]]] = []
+    for index, datum in enumerate(data):
+        group, before = last.get(datum.part.request, (-1, -1))
+        if before >= 0 and _follows(data[before], datum) and groups[group][0] + datum.added_tokens <= most:
+            groups[group] = (groups[group][0] + datum.added_tokens, [*groups[group][1], index])
+        else:
+            group = len(groups)
+            groups.append((datum.tokens, [index]))
+        last[datum.part.request] = (group, index)
+    return groups
+
+
+def _passes(data: Sequence[WaitingDatum], pass_tokens: int) -> tuple[tuple[Part, ...], ...]:
+    passes: list[list[Part]] = [[]]
+    room = pass_tokens
+    for datum, cost in zip(data, _costs(data), strict=True):
+        if passes[-1] and cost > room:
+            passes.append([])
+            cost, room = datum.tokens, pass_tokens
+        passes[-1].append(datum.part)
+        room -= cost
+    return tuple(map(tuple, passes))
 
 
 def credit_after(credit: float, kind: Kind, *, steps_per_microbatch: float) -> float:

@@ -1,5 +1,8 @@
 """One rank's hands: the base model with its learner, sampler and snapshots. Executes turns, decides nothing.
 
+Where a replica has several ranks, each executes the same turns. Its adapters' rows are the same on all of them; its
+gradient rows are what its own datums gave, until an optimiser step adds them up.
+
 Everything runs on the turn loop's thread, except ``read`` and what ``save`` returns (files, no computation).
 """
 
@@ -7,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,11 +25,12 @@ from descant.model.base import BaseModel
 from descant.model.load import load_model, resolve_model
 from descant.model.passes import PAGE_TOKENS
 from descant.ranks.loop import Outcome, as_descant
+from descant.ranks.peers import Peers
 from descant.ranks.settings import LossSettings, RankSettings, RankSpec
 from descant.ranks.turns import Microbatch, Rows, SampleStep
-from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput
+from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, StepPlan
 from descant.sample.step import Sampler
-from descant.train.step import Learner, RequestKey
+from descant.train.step import Contribution, Learner, RequestKey
 from descant.types import (
     CheckpointSource,
     Command,
@@ -49,10 +54,13 @@ from descant.types import (
 log = logging.getLogger(__name__)
 
 
-def build(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
+def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     """Loads the base model; each ``phase`` is told before it begins. Raises ``UserError`` for a model that cannot be
     served."""
     settings = spec.settings
+    spill_dir = None if spec.spill_dir is None else Path(spec.spill_dir)
+    if spill_dir is not None and peers.num_ranks > 1:
+        spill_dir /= f"rank-{peers.rank}"
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     phase(f"finding the model {spec.model}")
@@ -62,26 +70,51 @@ def build(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
         source,
         device=None if settings.device == "auto" else torch.device(settings.device),
         dtype={"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype],
-        spill_dir=None if spec.spill_dir is None else own_directory(Path(spec.spill_dir), source.name),
+        spill_dir=None if spill_dir is None else own_directory(spill_dir, source.name),
         max_version_bytes=settings.max_version_bytes,
         max_host_bytes=settings.max_host_bytes,
     )
     phase("making the caches")
-    return Worker(model, settings, spec.losses)
+    return Worker(model, settings, spec.losses, peers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one rank has to say of a microbatch: requests that it could not open, and its share of those that close."""
+
+    refused: Mapping[RequestKey, DescantError]
+    contributions: Mapping[RequestKey, Contribution]
 
 
 class Worker:
-    """``Executor`` on a real model."""
+    """``Executor`` on a real model, for a rank that is alone; of several, rank 0's is a ``Team``."""
 
-    def __init__(self, model: BaseModel, settings: RankSettings, losses: LossSettings | None = None):
+    num_ranks = 1
+    idle_s: float | None = None
+
+    def __init__(
+        self,
+        model: BaseModel,
+        settings: RankSettings,
+        losses: LossSettings | None = None,
+        peers: Peers | None = None,
+    ):
+        peers = peers or Peers()
         self.facts = model.facts
         self.capabilities = EngineCapabilities()
         self._model = model
         self._settings = settings
-        self._learner = Learner(model, computed_as=losses.computed_as() if losses is not None else {})
+        self._rank = peers.rank
+        self._learner = Learner(
+            model,
+            computed_as=losses.computed_as() if losses is not None else {},
+            add_up=peers.add_up if peers.num_ranks > 1 else None,
+        )
         if settings.max_adapter_bytes is not None:
             model.bank.max_adapter_bytes = settings.max_adapter_bytes
-        self._num_pages = num_pages(model, settings)
+        # Alike on all ranks, so that they move the same adapters, and one plan of pages serves any of them.
+        model.bank.max_adapter_bytes = peers.least("adapter bytes", model.bank.max_adapter_bytes)
+        self._num_pages = peers.least("pages", num_pages(model, settings))
         self._sampler = Sampler(model, num_pages=self._num_pages)
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
@@ -123,6 +156,9 @@ class Worker:
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
         self._model.bank.prefetch(model_ids, keep=keep)
 
+    def idle(self) -> None:
+        """Nobody waits to hear that there is nothing to do."""
+
     def stats(self) -> dict[str, float]:
         """The bank's counts, bytes and times (``AdapterBank.stats``)."""
         return self._model.bank.stats()
@@ -155,38 +191,70 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------------ turns
     def microbatch(self, turn: Microbatch) -> list[Outcome]:
-        outcomes: list[Outcome] = []
-        refused: set[RequestKey] = set()
+        return self.finish_microbatch(turn, [self.begin_microbatch(turn)])
+
+    def begin_microbatch(self, turn: Microbatch) -> Report:
+        """Opens, and computes this rank's share. No gradient counts yet."""
+        refused: dict[RequestKey, DescantError] = {}
         for command in turn.opens:
             key = (command.model_id, command.seq_id)
             try:
                 self._open(command)
             except DescantError as error:
-                outcomes.append(Outcome(key=key, result=error))
-                refused.add(key)
-        if parts := [part for part in turn.parts if part.request not in refused]:
-            self._learner.run(parts)
+                refused[key] = error
+        for parts in turn.shares[self._rank]:
+            self._learner.run([part for part in parts if part.request not in refused], backward=turn.backward)
+        return Report(
+            refused=refused,
+            contributions={key: self._learner.contribution(key) for key in turn.closes if key not in refused},
+        )
+
+    def finish_microbatch(self, turn: Microbatch, reports: Sequence[Report]) -> list[Outcome]:
+        """Commits or discards, by what all ranks report: the worst outcome is everybody's."""
+        outcomes: list[Outcome] = []
+        refused = {key: error for report in reversed(reports) for key, error in report.refused.items()}
+        for key, error in refused.items():
+            self._learner.refuse(key, error)
+            self._let_go([key])
+            outcomes.append(Outcome(key=key, result=error))
         for key in turn.closes:
             if key in refused:
                 continue
             try:
-                outcomes.append(Outcome(key=key, result=self._learner.close(key)))
+                result = self._learner.close(key, [report.contributions[key] for report in reports])
             except DescantError as error:
                 outcomes.append(Outcome(key=key, result=error))
+            else:
+                outcomes.append(Outcome(key=key, result=result))
         self._let_go(turn.closes)
         return outcomes
 
-    def sample_step(self, turn: SampleStep) -> Sequence[SequenceOutput]:
-        return self._sampler.step(turn.plan)
+    def sample_step(self, turn: SampleStep) -> list[Sequence[SequenceOutput] | DescantError | None]:
+        return [self.sample(plan) for plan in turn.plans]
 
-    def rows(self, turn: Rows, loaded: dict[RequestKey, Any]) -> list[Outcome]:
+    def sample(self, plan: StepPlan | None) -> Sequence[SequenceOutput] | DescantError | None:
+        if plan is None:
+            return None
+        try:
+            return self._sampler.step(plan)
+        except Exception as error:
+            return as_descant(error)
+
+    def in_order(self, commands: Sequence[Command]) -> tuple[Command, ...]:
+        """Those whose rows are here first (each model's own order stays): others may have to move them out."""
+        return tuple(sorted(commands, key=lambda command: not self._model.bank.is_resident(command.model_id)))
+
+    def rows(self, turn: Rows) -> list[Outcome]:
+        return self.run_rows(replace(turn, commands=self.in_order(turn.commands)))
+
+    def run_rows(self, turn: Rows) -> list[Outcome]:
+        """In the turn's order."""
         outcomes = []
-        # Those whose rows are here first (each model's own order stays): others may have to move them out.
-        for command in sorted(turn.commands, key=lambda command: not self._model.bank.is_resident(command.model_id)):
+        for command in turn.commands:
             key = (command.model_id, command.seq_id)
             result: Result | DescantError
             try:
-                result = self._row(command, loaded.get(key))
+                result = self._row(command, turn.loaded.get(key))
             except Exception as error:
                 result = as_descant(error)
             outcomes.append(Outcome(key=key, result=result))
@@ -203,7 +271,8 @@ class Worker:
                 with bank.held(model_id):  # before the learner forgets why a gradient was lost
                     return self._learner.optim_step(model_id, command.adam_params)
             case Snapshot():
-                return self._snapshots.take(command, has_pending_gradient=self._learner.has_pending_gradient(model_id))
+                pending = self._learner.has_pending_gradient(model_id)
+                return self._snapshots.take(command, has_pending_gradient=pending)
             case LoadState():
                 if loaded is None:
                     raise ServerError(f"the checkpoint {command.source.uri} was not read")

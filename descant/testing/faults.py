@@ -22,13 +22,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 from descant.dist.failure import REFEREE
 from descant.dist.point import Member
 from descant.errors import UserError
 from descant.ranks.settings import RankSpec
 from descant.testing.gloo import Run, Seat, run_ranks
+
+if TYPE_CHECKING:
+    from descant.ranks.peers import Peers
 
 Kind = Literal[
     "raise",
@@ -416,22 +419,22 @@ def _run_side_by_side(cases: Sequence[Case], jobs: int) -> list[Verdict]:
 # Ranks of the service that go wrong as they start
 
 
-def build_crashing(spec: RankSpec, phase: Callable[[str], None]) -> NoReturn:
+def build_crashing(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> NoReturn:
     phase("looking for trouble")
     print("about to crash", flush=True)
     os.abort()
 
 
-def build_refusing(spec: RankSpec, phase: Callable[[str], None]) -> NoReturn:
+def build_refusing(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> NoReturn:
     raise UserError(f"{spec.model} cannot be served")
 
 
-def build_raising(spec: RankSpec, phase: Callable[[str], None]) -> NoReturn:
+def build_raising(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> NoReturn:
     phase("dividing")
     raise ZeroDivisionError("one by zero")
 
 
-def build_hanging(spec: RankSpec, phase: Callable[[str], None]) -> NoReturn:
+def build_hanging(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> NoReturn:
     phase("waiting for ever")
     threading.Event().wait()
     raise AssertionError("nobody sets the event")

@@ -10,11 +10,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from descant.model.load import ModelSource, load_model
+from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
 from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSettings, RankSpec
@@ -35,23 +37,23 @@ SETTINGS = RankSettings(
 """Small limits, so that passes are shared and split, queues fill, and prompts come in chunks."""
 
 
-def build_tiny(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
+def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     torch.set_num_threads(1)
     phase("loading a tiny model")
     source = ModelSource(name="tiny", directory=Path(spec.model))
     model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False)
-    return Worker(model, spec.settings, spec.losses)
+    return Worker(model, spec.settings, spec.losses, peers)
 
 
-def build_slow(spec: RankSpec, phase: Callable[[str], None]) -> Worker:
+def build_slow(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     """A training pass lasts until the test has ended the rank."""
-    worker = build_tiny(spec, phase)
+    worker = build_tiny(spec, phase, peers)
 
-    def microbatch(turn: Microbatch) -> list[object]:
+    def begin_microbatch(turn: Microbatch) -> NoReturn:
         time.sleep(3600)
-        return []
+        raise AssertionError
 
-    worker.microbatch = microbatch  # type: ignore[method-assign, assignment]
+    worker.begin_microbatch = begin_microbatch  # type: ignore[method-assign]
     return worker
 
 
@@ -64,7 +66,7 @@ async def tiny_replica(
     if not directory.exists():
         tiny_model(arch, directory)
     spec = RankSpec(model=str(directory), settings=settings)
-    replica = await Replica.in_process(lambda phase: build_tiny(spec, phase), settings)
+    replica = await Replica.in_process(lambda phase: build_tiny(spec, phase, Peers()), settings)
     try:
         yield replica
     finally:

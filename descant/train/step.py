@@ -48,13 +48,23 @@ class Part:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Passes:
+class Passes:
     """What a request's passes were. ``tokens`` are those that were computed for it: shared ones once a pass."""
 
     count: int = 0
     tokens: int = 0
     adapters: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one rank has of a request: losses and log-probabilities of the datums that ran there, or why they failed."""
+
+    losses: Mapping[int, float]
+    logprobs: Mapping[int, np.ndarray]
+    passes: Passes
+    error: DescantError | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +76,7 @@ class _Request:
     rank_class: int
     gradient: int | None
     scratch: bool
-    passes: _Passes = field(default_factory=_Passes)
+    passes: Passes = field(default_factory=Passes)
     losses: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     error: DescantError | None = None
@@ -81,13 +91,17 @@ class Learner:
         model: BaseModel,
         *,
         computed_as: Mapping[str, str] | None = None,
+        add_up: Callable[[torch.Tensor], None] | None = None,
         seconds: Callable[[], float] = time.perf_counter,
         share_prefixes: bool = True,
     ):
-        """``computed_as``: losses that are computed as another. ``seconds`` measures how long passes take.
+        """``computed_as``: losses that are computed as another. ``add_up``: where several ranks share the datums of
+        requests, makes of a gradient row the sum of theirs (the same calls on each rank, in the same order).
+        ``seconds`` measures how long passes take.
         ``share_prefixes`` False is for comparing the two."""
         self._model = model
         self._computed_as = computed_as or {}
+        self._add_up = add_up
         self._seconds = seconds
         self._share_prefixes = share_prefixes
         self._open: dict[RequestKey, _Request] = {}
@@ -122,8 +136,9 @@ class Learner:
         )
         return key
 
-    def run(self, parts: Sequence[Part]) -> None:
-        """One forward (and backward) pass over the datums of ``parts``. A datum whose loss is not finite marks its
+    def run(self, parts: Sequence[Part], *, backward: bool = False) -> None:
+        """One forward (and backward) pass over the datums of ``parts``. ``backward``: whether anybody's pass at this
+        moment goes backward, where several ranks share the base's layers and have to run all of them alike. A datum whose loss is not finite marks its
         request as failed and adds nothing. An exception from torch (out of memory) fails all requests of the pass:
         it is kept, and raised by each one's ``close``; the learner stays usable."""
         items = self._items(parts)
@@ -133,38 +148,65 @@ class Learner:
             for item in items:
                 self._run_pass([item])
 
-    def close(self, request: RequestKey) -> ForwardBackwardOutput:
+    def contribution(self, request: RequestKey) -> Contribution:
+        """What this rank has of an open request, its gradient checked; changes nothing. Where several ranks share it,
+        each is given all of theirs when it closes the request."""
+        opened = self._open[request]
+        if opened.error is None and opened.gradient is not None:
+            try:
+                _check_finite(self._model.bank.gradient_row(opened.rank_class, opened.gradient), "the gradient")
+            except UserError as error:
+                opened.error = error
+        return Contribution(losses=opened.losses, logprobs=opened.logprobs, passes=opened.passes, error=opened.error)
+
+    def close(self, request: RequestKey, contributions: Sequence[Contribution] | None = None) -> ForwardBackwardOutput:
         """Commits: the gradient is finite as a whole, and joins the row. Raises the request's ``UserError`` (naming
         the datum) or ``ServerError`` after clearing its part; the model's next step will then fail.
+
+        ``contributions``: every rank's, where several share the request; the first error among them is everybody's.
 
         Metrics besides ``loss:sum``: ``tokens:sum`` as given, ``tokens_computed:sum`` (what datums of a pass begin with
         in common is computed once), ``microbatches:sum``, ``compute_ms:sum`` of those passes, which others may have
         shared, and ``adapters_in_pass:max``."""
+        if contributions is None:
+            contributions = [self.contribution(request)]
         opened = self._open.pop(request)
-        count = len(opened.command.data)
-        if opened.error is None and len(opened.losses) != count:
-            opened.error = ServerError(f"{opened} was closed after {len(opened.losses)} of its {count} datums")
+        data = opened.command.data
+        losses = {index: loss for part in contributions for index, loss in part.losses.items()}
+        logprobs = {index: values for part in contributions for index, values in part.logprobs.items()}
+        passes = [part.passes for part in contributions]
         try:
-            if opened.error is not None:
-                raise opened.error
+            for part in contributions:
+                if part.error is not None:
+                    raise part.error
+            if len(losses) != len(data):
+                raise ServerError(f"{opened} was closed after {len(losses)} of its {len(data)} datums")
             if opened.gradient is not None:
-                self._commit(opened)
+                self._commit(opened, alone=len(contributions) == 1)
         except DescantError as error:
             self._discard(opened)
             if opened.gradient is not None:
                 self.lose_gradient(opened.command.model_id, f"{opened} failed: {error}")
             raise
         return ForwardBackwardOutput(
-            loss_fn_outputs=tuple({"logprobs": opened.logprobs[index]} for index in range(count)),
+            loss_fn_outputs=tuple({"logprobs": logprobs[index]} for index in range(len(data))),
             metrics={
-                "loss:sum": math.fsum(opened.losses.values()),
-                "tokens:sum": float(sum(input_length(datum.model_input) for datum in opened.command.data)),
-                "tokens_computed:sum": float(opened.passes.tokens),
-                "microbatches:sum": float(opened.passes.count),
-                "compute_ms:sum": 1000 * opened.passes.seconds,
-                "adapters_in_pass:max": float(opened.passes.adapters),
+                "loss:sum": math.fsum(losses.values()),
+                "tokens:sum": float(sum(input_length(datum.model_input) for datum in data)),
+                "tokens_computed:sum": float(sum(part.tokens for part in passes)),
+                "microbatches:sum": float(sum(part.count for part in passes)),
+                "compute_ms:sum": 1000 * max(part.seconds for part in passes),
+                "adapters_in_pass:max": float(max(part.adapters for part in passes)),
             },
         )
+
+    def refuse(self, request: RequestKey, why: DescantError) -> None:
+        """Another rank could not open it: as if it had been refused here."""
+        opened = self._open.pop(request, None)
+        if opened is not None:
+            self._discard(opened)
+            if opened.gradient is not None:
+                self.lose_gradient(opened.command.model_id, f"{opened} failed: {why}")
 
     def abandon(self, request: RequestKey) -> None:
         """Drops an open request without a result (its caller is gone). Idempotent."""
@@ -201,6 +243,8 @@ class Learner:
                     f"optim_step changed nothing and cleared the gradient, since a part of it is missing: {why}"
                 )
             check_adam(params)
+            if self._add_up is not None and not adapter.gradient_free:
+                self._add_up(gradient)
             norm = adamw(
                 bank.weights(model_id),
                 gradient,
@@ -237,13 +281,14 @@ class Learner:
             logger.exception("no scratch gradient row")
             raise ServerError(f"no room for another gradient row of rank class {rank_class}: {_what(error)}") from None
 
-    def _commit(self, opened: _Request) -> None:
-        """Makes the request's gradient part of its adapter's. Raises ``UserError`` and has changed nothing then."""
+    def _commit(self, opened: _Request, *, alone: bool) -> None:
+        """Makes the request's gradient, which is finite, part of its adapter's. Raises ``UserError`` and has changed
+        nothing then: when their sum is not. Not ``alone``, that is left to the optimiser step, since ranks would not
+        agree on it before their rows are added up."""
         bank = self._model.bank
         adapter = bank[opened.command.model_id]
         assert opened.gradient is not None
         row = bank.gradient_row(opened.rank_class, opened.gradient)
-        _check_finite(row, "the gradient")
         if not opened.scratch:
             adapter.gradient_free = False
             return
@@ -256,7 +301,8 @@ class Learner:
             holder.gradient, holder.scratch = opened.gradient, True
         else:
             row.add_(own)
-            _check_finite(row, "the sum of this gradient and those before it")
+            if alone:
+                _check_finite(row, "the sum of this gradient and those before it")
             own.copy_(row)
             bank.free_scratch(opened.rank_class, opened.gradient)
         adapter.gradient_free = False

@@ -45,9 +45,9 @@ async def started(
     try:
         yield replica
     finally:
-        pid = replica.pid
+        pids = replica.pids
         await replica.close()
-        assert pid is None or not psutil.pid_exists(pid)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -63,8 +63,7 @@ async def test_a_rank_serves_is_killed_and_restarted(join: Join, tiny: Path) -> 
         await result(model.create())
         await model.train(1)
         assert len((await sampled(replica, request())).tokens()) == 4
-        first = replica.pid
-        assert first is not None
+        [first] = replica.pids
         assert psutil.Process(first).parent().name().startswith("ray::RankHost")
 
         pending = [model.backward(), model.step()]
@@ -85,20 +84,19 @@ async def test_a_stopped_rank_is_ended_and_says_what_it_printed(join: Join, tiny
     async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
         model = Model(replica)
         await result(model.create())
-        assert replica.pid is not None
-        os.kill(replica.pid, signal.SIGSTOP)
+        [rank] = replica.pids
+        os.kill(rank, signal.SIGSTOP)
         async with asyncio.timeout(SECONDS):
             with pytest.raises(RankDied, match="stopped by a signal"):
                 await model.forward()
-        assert not psutil.pid_exists(replica.pid or -1)
+        assert not psutil.pid_exists(rank)
         await replica.restart()
 
 
 async def test_a_rank_goes_with_its_host(join: Join, tiny: Path) -> None:
     deaths: list[RankDied] = []
     async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
-        assert replica.pid is not None
-        rank = psutil.Process(replica.pid)
+        rank = psutil.Process(replica.pids[0])
         model = Model(replica)
         await result(model.create())
         os.kill(rank.ppid(), signal.SIGKILL)
@@ -119,7 +117,7 @@ async def test_replicas_are_spread_and_a_lost_node_is_replaced(join: Join, two_n
             *(Replica.start(each, launch=launch, on_death=deaths.append) for each, launch in zip(wanted, launches))
         )
         try:
-            raylets = {psutil.Process(replica.pid).parents()[1].pid for replica in replicas}
+            raylets = {psutil.Process(replica.pids[0]).parents()[1].pid for replica in replicas}
             assert len(raylets) == 3, "each on a node of its own"
             two_nodes.remove_node(node, allow_graceful=False)
             await until(lambda: bool(deaths))

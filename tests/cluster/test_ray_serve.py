@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -40,13 +41,14 @@ def loss(client: tinker.TrainingClient) -> float:
 
 def ranks(two_nodes: Any) -> list[psutil.Process]:
     """The ranks' processes on each node, first node first."""
-    raylets = [node.all_processes["raylet"][0].process.pid for node in two_nodes.list_all_nodes()]
-    return [
-        process
-        for raylet in raylets
-        for process in psutil.Process(raylet).children(recursive=True)
-        if any("rank_main" in word for word in process.cmdline())
-    ]
+    found = []
+    for node in two_nodes.list_all_nodes():
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        for process in raylet.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if any("rank_main" in word for word in process.cmdline()):
+                    found.append(process)
+    return found
 
 
 def until(true: Callable[[], bool], what: str) -> None:

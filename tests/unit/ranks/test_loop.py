@@ -13,6 +13,7 @@ import pytest
 
 import descant.ckpt.files as files
 from descant.errors import RankDied, ServerError, UserError
+from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.ranks.worker import Worker
@@ -50,9 +51,9 @@ class Seen(Worker):
         self._note("sample_step", turn)
         return super().sample_step(turn)
 
-    def rows(self, turn: Any, loaded: Any) -> Any:
+    def rows(self, turn: Any) -> Any:
         self._note("rows", turn)
-        return super().rows(turn, loaded)
+        return super().rows(turn)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ async def rank(tiny: Path) -> AsyncIterator[tuple[Replica, Seen]]:
     made: list[Seen] = []
 
     def build(phase: Any) -> Seen:
-        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), phase)))
+        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), phase, Peers())))
         return made[0]
 
     replica = await Replica.in_process(build, SETTINGS)
@@ -113,7 +114,7 @@ async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> N
     settings = replace(SETTINGS, microbatch_tokens=40)
 
     def build(phase: Any) -> Seen:
-        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=settings), phase)))
+        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=settings), phase, Peers())))
         return made[0]
 
     replica = await Replica.in_process(build, settings)

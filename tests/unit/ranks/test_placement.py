@@ -206,11 +206,17 @@ def test_replicas_on_a_cpu_divide_the_cores_and_share_no_directory() -> None:
 
 def test_there_is_a_replica_for_each_gpu() -> None:
     some = specs(["4", "GPU-abc"])
-    assert [dict(spec.env) for spec in some] == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "GPU-abc"}]
+    assert [spec.gpus for spec in some] == [("4",), ("GPU-abc",)]
     assert [spec.settings.num_threads for spec in some] == [None, None]
-    assert [dict(spec.env) for spec in specs(["4", "5"], replicas=1)] == [{"CUDA_VISIBLE_DEVICES": "4"}]
-    assert [dict(spec.env) for spec in specs(["4", "5"], device="cpu")] == [{}]
-    assert [dict(spec.env) for spec in specs(["4", "5"], device="cuda:1")] == [{}]
+    assert [spec.gpus for spec in specs(["4", "5"], replicas=1)] == [("4",)]
+    assert [spec.gpus for spec in specs(["4", "5"], device="cpu")] == [()]
+    assert [spec.gpus for spec in specs(["4", "5"], device="cuda:1")] == [()]
+
+
+def test_a_replica_of_several_ranks_has_a_gpu_for_each() -> None:
+    assert [spec.gpus for spec in specs(list("01234"), ranks_per_replica=2)] == [("0", "1"), ("2", "3")]
+    assert [spec.gpus for spec in specs(list("0123"), ranks_per_replica=4)] == [("0", "1", "2", "3")]
+    assert [spec.settings.num_threads for spec in specs(ranks_per_replica=2, replicas=2)] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +224,12 @@ def test_there_is_a_replica_for_each_gpu() -> None:
     [
         pytest.param({"replicas": 3}, "rank.replicas is 3, expected at most 2", id="more than GPUs"),
         pytest.param({"replicas": 2, "device": "cuda:1"}, "rank.device is 'cuda:1', which is one GPU", id="one GPU"),
+        pytest.param({"ranks_per_replica": 3}, "rank.ranks_per_replica is 3, expected at most 2", id="more ranks"),
+        pytest.param(
+            {"ranks_per_replica": 2, "replicas": 2},
+            "rank.replicas is 2, expected at most 1: each needs 2 GPUs",
+            id="more ranks in all",
+        ),
     ],
 )
 def test_replicas_that_cannot_be_are_named(settings: Mapping[str, object], says: str) -> None:

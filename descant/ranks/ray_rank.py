@@ -1,9 +1,10 @@
 """The server's end of a rank on another machine: two connections that come in, the rank's channel and its host's.
 
-    link = RayLink(receive, name=...)
-    address = await link.listen(host)       # and the actor is started with the address and ``link.token``
-    link.host_is(run, end=...)
-    await link.begin(spec, timeout_s=60)    # the rank is there and knows its spec
+    rank = RayRank(receive, name=...)
+    address = await rank.listen(host)       # and the actor is started with the address and ``rank.token``
+    rank.host_is(run, end=...)
+    await rank.connected(timeout_s=60)      # its process runs, and waits for its ``Seat``
+    rank.begin(seat)
 
 A connection that does not begin with the token is closed, having been read no further than its first 4 KiB of JSON.
 """
@@ -22,11 +23,12 @@ from collections.abc import Callable
 from typing import Any
 
 from descant.dist.frames import BadFrame, Frames, pack, tune
+from descant.dist.referee import Invitation
 from descant.errors import ServerError
 from descant.ranks.channel import encode
-from descant.ranks.messages import FromRank, ToRank
-from descant.ranks.replica import KEPT_LINES, how_it_ended, keep_line, read_channel
-from descant.ranks.settings import RankSpec
+from descant.ranks.launch import KEPT_LINES, Receive, how_it_ended, keep_line, read_channel
+from descant.ranks.messages import ToRank
+from descant.ranks.settings import Seat
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +54,18 @@ class _Heard:
         return self.last
 
 
-class RayLink:
-    """``replica.Link`` to a rank whose host is an actor."""
+class RayRank:
+    """``launch.StartedRank`` whose host is an actor."""
 
-    def __init__(self, receive: Callable[[FromRank], None], *, name: str):
+    def __init__(self, receive: Receive, *, name: str):
         loop = asyncio.get_running_loop()
         self.board = _Heard()
-        self.pid: int | None = None
+        self.pid = 0
         self.node = ""
+        self.node_id = ""
+        """As ``dist.process.node_id`` gives it there."""
+        self.address = ""
+        """Its machine, as this one reaches it."""
         self.token = secrets.token_hex(16)
         self._receive = receive
         self._name = name
@@ -88,8 +94,8 @@ class RayLink:
         self._run, self._end_host = run, end
         run.add_done_callback(_look_at)
 
-    async def begin(self, spec: RankSpec, *, timeout_s: float) -> None:
-        """Waits until host and rank are there, and tells the rank its spec. Raises ``ServerError`` saying why not."""
+    async def connected(self, *, timeout_s: float) -> None:
+        """Until host and rank are there. Raises ``ServerError`` saying why they are not."""
         assert self._run is not None
         both = asyncio.gather(self._started, self._joined)
         try:
@@ -97,12 +103,18 @@ class RayLink:
             await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not both.done():
                 how = self._over.result() if self._over.done() else await self._why_silent(timeout_s)
-                raise ServerError(f"the rank of {self._name} could not be started on the Ray cluster: {how}")
+                raise ServerError(f"{self._name} could not be started on the Ray cluster: {how}")
         finally:
             both.cancel()
             assert self._listener is not None
             self._listener.close()
-        self._writers["channel"].write(encode(spec))
+
+    def begin(self, seat: Seat) -> None:
+        self._writers["channel"].write(encode(seat))
+
+    def watch(self, invitation: Invitation) -> None:
+        """Has the host tell the referee which processes of its machine are stopped or dead."""
+        self._writers["host"].write(pack(["watch", invitation.to_json()]))
 
     async def _why_silent(self, timeout_s: float) -> str:
         assert self._run is not None
@@ -118,7 +130,7 @@ class RayLink:
             if role in self._writers:
                 raise BadFrame(f"there is a {role} already")
         except (BadFrame, OSError, EOFError, TimeoutError) as error:
-            log.warning("a connection to the place of %s's rank was closed: %s", self._name, error)
+            log.warning("a connection to %s was closed: %s", self._name, error)
             writer.close()
             return
         self._writers[role] = writer
@@ -163,8 +175,8 @@ class RayLink:
 
     def _heard(self, message: object) -> None:
         match message:
-            case ["started", int(pid), str(node)]:
-                self.pid, self.node = pid, node
+            case ["started", int(pid), str(node), str(node_id), str(address)]:
+                self.pid, self.node, self.node_id, self.address = pid, node, node_id, address
                 self._started.set_result(None)
             case ["beat", int(turn), str(text), bool(stopped)]:
                 self.board.last, self._stopped = (turn, text), stopped
@@ -178,13 +190,13 @@ class RayLink:
                 raise BadFrame(f"a message was not understood: {str(message)[:80]}")
 
     def _who(self) -> str:
-        return "(not started)" if self.pid is None else f"(process {self.pid} on {self.node})"
+        return "(not started)" if not self.pid else f"(process {self.pid} on {self.node})"
 
     def _it_is_over(self, how: str) -> None:
         if not self._over.done():
             self._over.set_result(how)
 
-    # ------------------------------------------------------------------------------------------------ Link
+    # ------------------------------------------------------------------------------------------------ StartedRank
     def send(self, message: ToRank) -> None:
         self._writers["channel"].write(encode(message))
 
@@ -201,7 +213,7 @@ class RayLink:
             await asyncio.wait([self._over], timeout=GIVE_UP_S)
         self._it_is_over(f"{self._who()} could not be reached, and was given up")
 
-    async def ended(self) -> str:
+    async def exited(self) -> str:
         signs: list[asyncio.Future[Any]] = [self._over, self._left]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
         # Whichever came first, the other follows; a process without its channel is of no use.
@@ -218,9 +230,8 @@ class RayLink:
         return self._stopped
 
     def close(self) -> None:
-        for task in (self._insisting,):
-            if task is not None:
-                task.cancel()
+        if self._insisting is not None:
+            self._insisting.cancel()
         if self._listener is not None:
             self._listener.close()
         for writer in self._writers.values():

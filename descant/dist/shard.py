@@ -1,0 +1,23 @@
+"""A frozen base model whose layers are spread over a group: each rank holds its part, and a layer is whole while it runs.
+
+FSDP2 (``torch.distributed.fsdp.fully_shard``) on a mesh made of one of our groups; the default group is never asked
+for. Its all-gathers go around ``Group``, so they are in no chain; points and the last resort still hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from descant.dist.mesh import Group
+
+
+def shard_layers(layers: Sequence[nn.Module], group: Group) -> None:
+    """In place. Each layer is gathered before its forward and its backward, and let go after each; so all ranks of the
+    group have to run every layer equally often. The parameters move to the group's device."""
+    mesh = DeviceMesh.from_group(group.process_group, "cuda" if group.stream_ordered else "cpu")
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
