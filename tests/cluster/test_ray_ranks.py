@@ -125,3 +125,28 @@ async def test_replicas_are_spread_and_a_lost_node_is_replaced(join: Join, two_n
             assert "was lost with its host" in str(deaths[0])
         finally:
             await asyncio.gather(*(replica.close() for replica in replicas))
+
+
+async def test_a_replica_of_two_ranks_on_two_nodes(join: Join, tiny: Path) -> None:
+    deaths: list[RankDied] = []
+    async with join() as cluster:
+        [[wanted]] = await cluster.specs([spec(tiny, ranks_per_replica=2, num_threads=2)])
+        async with started(cluster, wanted, deaths) as replica:
+            first, second = replica.pids
+            assert psutil.Process(first).parents()[1] != psutil.Process(second).parents()[1]
+            model = Model(replica)
+            await result(model.create())
+            await model.train(2)
+            assert len((await sampled(replica, request())).tokens()) == 4
+
+            pending = model.backward()
+            os.kill(second, signal.SIGKILL)
+            async with asyncio.timeout(SECONDS):
+                with pytest.raises(RankDied, match=rf"rank 1 of .* \(process {second} on .* was killed by SIGKILL"):
+                    while True:
+                        await pending
+                        pending = model.forward()
+            await replica.restart()
+            again = Model(replica, "again")
+            await result(again.create())
+            await again.train(1)
