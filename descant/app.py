@@ -28,7 +28,7 @@ from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
 from descant.errors import DescantError, ServerError, UserError
 from descant.ports import Clock
-from descant.ranks.launch import Launcher, start_processes
+from descant.ranks.launch import Launcher, Link, Receive, start_processes
 from descant.ranks.placement import rank_specs, share_gpus
 from descant.ranks.ray_cluster import RayCluster
 from descant.ranks.replica_set import ReplicaSet
@@ -68,7 +68,7 @@ async def _run(settings: Settings, started: Started) -> None:
             return
         stack.push_async_callback(machines.close)
         specs = await machines.specs([base_spec(model, settings) for model in settings.models])
-        keepers = [Keeper(of_base, [machines.launch() for _ in of_base], clock=clock) for of_base in specs]
+        keepers = [Keeper(of_base, launch=machines.start, clock=clock) for of_base in specs]
         for keeper in keepers:
             stack.push_async_callback(keeper.close)
             if await _unless(stop, keeper.start()) is None:
@@ -94,8 +94,8 @@ class Machines(Protocol):
         """For each base one spec a replica. Raises ``UserError`` for replicas that cannot be."""
         ...
 
-    def launch(self) -> Launcher:
-        """What starts the ranks of one replica."""
+    async def start(self, spec: RankSpec, receive: Receive) -> Link:
+        """``Launcher``."""
         ...
 
     async def close(self) -> None: ...
@@ -110,8 +110,8 @@ class ThisMachine:
         shares = share_gpus(bases, gpus=self._gpus)
         return [rank_specs(base, gpus=share, num_cores=num_cores()) for base, share in zip(bases, shares)]
 
-    def launch(self) -> Launcher:
-        return start_processes
+    async def start(self, spec: RankSpec, receive: Receive) -> Link:
+        return await start_processes(spec, receive)
 
     async def close(self) -> None:
         pass
@@ -138,10 +138,10 @@ class Keeper:
     """One base's replicas, kept alive: after a rank's death what it held is lost, and a new rank is started, again and
     again until one serves. The other replicas go on meanwhile."""
 
-    def __init__(self, specs: Sequence[RankSpec], launches: Sequence[Launcher], *, clock: Clock):
-        """One spec a replica, and what starts it."""
+    def __init__(self, specs: Sequence[RankSpec], *, launch: Launcher, clock: Clock):
+        """One spec a replica, and what starts their ranks."""
         self._specs = specs
-        self._launches = launches
+        self._launch = launch
         self._clock = clock
         self._replicas: ReplicaSet | None = None
         self._died = [asyncio.Event() for _ in self._specs]
@@ -149,7 +149,7 @@ class Keeper:
 
     async def start(self) -> ReplicaSet:
         self._replicas = await ReplicaSet.start(
-            self._specs, launches=self._launches, on_phase=self._say, on_death=lambda index: self._died[index].set()
+            self._specs, launch=self._launch, on_phase=self._say, on_death=lambda index: self._died[index].set()
         )
         return self._replicas
 

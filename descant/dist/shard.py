@@ -15,9 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from descant.dist.mesh import Group
 
 
-def shard_layers(layers: Sequence[nn.Module], group: Group) -> None:
+def shard_layers(root: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
     """In place. Each layer is gathered before its forward and its backward, and let go after each; so all ranks of the
-    group have to run every layer equally often. The parameters move to the group's device."""
+    group have to run every layer equally often. Layers move to the group's device; the rest of ``root``, which calls
+    them, stays whole, where it is."""
     mesh = DeviceMesh.from_group(group.process_group, "cuda" if group.stream_ordered else "cpu")
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    rest = {parameter for parameter in root.parameters() if id(parameter) not in inside}
+    fully_shard(root, mesh=mesh, ignored_params=rest)  # knows the layers' order, and gathers the next one ahead

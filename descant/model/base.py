@@ -45,8 +45,10 @@ class BaseModel:
         kv_shapes: Mapping[int, tuple[int, int, int]],
         device: torch.device,
         dtype: torch.dtype,
+        sharded: bool = False,
     ):
-        """``decoder``: the network without its head. ``kv_shapes``: layer → (key heads, size of a key, of a value)."""
+        """``decoder``: the network without its head. ``kv_shapes``: layer → (key heads, size of a key, of a value).
+        ``sharded``: the layers are spread over several ranks, which have to make every pass alike (``empty_pass``)."""
         self.facts = facts
         self.directory = directory
         self.network = network
@@ -57,6 +59,7 @@ class BaseModel:
         self.device = device
         self.dtype = dtype
         self.kv_shapes = tuple(kv_shapes[layer] for layer in sorted(kv_shapes))
+        self.sharded = sharded
         self.compiled = False
         """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
         self._has_graphs = False
@@ -98,10 +101,7 @@ class BaseModel:
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder layers; none where the network does not keep them in one list."""
-        for module in self.network.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == len(self.kv_shapes):
-                return list(module)
-        return ()
+        return decoder_layers(self.network, len(self.kv_shapes))
 
     def speed_up(self, layers: Sequence[nn.Module]) -> None:
         """Compiles the head's elementwise work and each of ``layers``, and makes the graphs of a pass with and without
@@ -112,7 +112,7 @@ class BaseModel:
             layer.compile(dynamic=True)
         if layers:
             embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]
-            embedding.register_forward_hook(_ask_for_gradient)
+            embedding.register_forward_hook(ask_for_gradient)
         self.head.compiled, self.compiled, self._has_graphs = True, len(layers) > 0, len(layers) > 0
         try:
             for grad in (True, False):
@@ -132,6 +132,14 @@ class BaseModel:
         head = self.head.logprobs(hidden_TD, tokens_T[:, None], None, loss=lambda _, logprobs_CK: -logprobs_CK)
         if hidden_TD.requires_grad:
             hidden_TD.backward(head.dhidden_TD)
+
+    def empty_pass(self, *, backward: bool) -> None:
+        """For a rank that has nothing to compute while others do, where the layers are sharded."""
+        positions_T = torch.arange(MIN_ROWS, device=self.device)
+        with torch.set_grad_enabled(backward):
+            hidden_TD, _ = self.trunk(positions_T % self.facts.vocab_size, positions_T, Pass(seq_lens=(MIN_ROWS,)))
+            if backward:
+                hidden_TD.backward(torch.zeros_like(hidden_TD))
 
     def decode_trunk(
         self,
@@ -154,7 +162,9 @@ class BaseModel:
 
     def pack_weights(self) -> None:
         """For faster decode steps on CPU, at the cost of a second copy of the linear layers (see ``packed``). Joined
-        layers, which are there to be compiled, stay as they are."""
+        layers, which are there to be compiled, stay as they are, and so do sharded ones."""
+        if self.sharded:
+            return
         linears = [m for m in self.network.modules() if isinstance(m, MultiLoraLinear) and len(m.sites) == 1]
         num_bytes = sum(linear.weight.nbytes for linear in linears) + self.head.weight_VD.nbytes
         if num_bytes > packed.MAX_BYTES or self.head.packed is not None:
@@ -192,11 +202,19 @@ class _Hold(torch.autograd.Function):
         return grad_outputs[0], None, None
 
 
-def _ask_for_gradient(embedding: nn.Module, inputs: object, output: torch.Tensor) -> None:
+def ask_for_gradient(embedding: nn.Module, inputs: object, output: torch.Tensor) -> None:
     """A forward hook: with it the first layer is like all others (frozen embeddings need no gradient), and one graph
     serves them all."""
     if torch.is_grad_enabled() and output.is_leaf:
         output.requires_grad_()
+
+
+def decoder_layers(network: nn.Module, num_layers: int) -> Sequence[nn.Module]:
+    """None where the network does not keep them in one list."""
+    for module in network.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    return ()
 
 
 def forward(

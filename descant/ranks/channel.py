@@ -6,14 +6,20 @@ has no name, so nobody else can write into it.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import mmap
 import pickle
 import socket
 import struct
 import tempfile
 import threading
+from collections.abc import Callable
 
 from descant.ranks.messages import FromRank, ToRank
+from descant.ranks.settings import Seat
+
+log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<Q")
 
@@ -44,6 +50,46 @@ class RankChannel:
         (length,) = LENGTH.unpack(head)
         body = self._reader.read(length)
         return pickle.loads(body) if len(body) == length else None
+
+
+class ServerChannel:
+    """The server's end, on its event loop. ``closed`` is done when nothing more comes."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self._writer = writer
+        self.closed: asyncio.Task[None]
+
+    @classmethod
+    async def open(cls, sock: socket.socket, receive: Callable[[FromRank], None]) -> ServerChannel:
+        """Over a connected socket, which it owns from now on; of this machine or to another."""
+        opens = asyncio.open_unix_connection if sock.family == socket.AF_UNIX else asyncio.open_connection
+        return cls.over(*await opens(sock=sock), receive)
+
+    @classmethod
+    def over(
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receive: Callable[[FromRank], None]
+    ) -> ServerChannel:
+        """Over a connection that is known to be a rank's."""
+        channel = cls(writer)
+        channel.closed = asyncio.create_task(channel._read(reader, receive))
+        return channel
+
+    def send(self, message: ToRank | Seat) -> None:
+        self._writer.write(encode(message))
+
+    def close(self) -> None:
+        self.closed.cancel()
+        self._writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader, receive: Callable[[FromRank], None]) -> None:
+        try:
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                receive(pickle.loads(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        except Exception:
+            log.exception("the rank's channel broke")
 
 
 class Board:

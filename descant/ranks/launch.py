@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pickle
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +29,7 @@ from descant.dist.failure import DistributedFailure, read_report
 from descant.dist.process import process_status
 from descant.dist.referee import RefereeProcess
 from descant.errors import DescantError
-from descant.ranks.channel import LENGTH, Board, encode
+from descant.ranks.channel import Board, ServerChannel
 from descant.ranks.messages import FromRank, Ready, StartFailed, Starting, Stop, ToRank
 from descant.ranks.rank_main import rank_command, rank_environment
 from descant.ranks.settings import RankSettings, RankSpec, Seat
@@ -101,66 +101,40 @@ class Link(Protocol):
         ...
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Ranks in processes of this machine
-
-
-async def start_processes(spec: RankSpec, receive: Receive) -> Link:
-    """The default ``Launcher``."""
-    num_ranks = spec.settings.ranks_per_replica
-    if num_ranks == 1:
-        return Ranks([await _RankProcess.start(Seat(spec=spec), receive)])
-    directory = tempfile.mkdtemp(prefix="descant-replica-")
-    referee, ranks = None, []
-    try:
-        referee = await asyncio.to_thread(RefereeProcess.start, num_ranks, directory)
-        for rank in range(num_ranks):
-            seat = Seat(spec=spec, rank=rank, invitation=referee.invitation)
-            ranks.append(await _RankProcess.start(seat, starting(rank, receive)))
-    except BaseException:
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            await process.exited()
-            process.close()
-        if referee is not None:
-            await asyncio.to_thread(referee.close)
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    return Ranks(ranks, referee, directory)
-
-
-class StartedRank(Protocol):
-    """One rank, on whatever machine."""
+class RankHandle(Protocol):
+    """One started rank, as ``Ranks`` needs it."""
 
     pid: int
     node: str
-    """The machine, as people call it; "" for this one."""
+    """Its machine, as people call it; "" for this one."""
 
     @property
     def board(self) -> BoardReader: ...
     def send(self, message: ToRank) -> None: ...
     def kill(self) -> None: ...
     async def exited(self) -> str:
-        """Waits until it has; how, in words ("(process 17) exited with code 1")."""
+        """Waits until it has, and nothing more comes from it; how, in words ("(process 17) exited with code 1")."""
         ...
 
     def last_lines(self) -> str: ...
     def is_stopped(self) -> bool: ...
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Lets go of what outlives it."""
+        ...
 
 
 class BoardReader(Protocol):
-    """The server's end of ``channel.Board``."""
+    """The server's end of a ``channel.Board``."""
 
     def read(self) -> tuple[int, str]: ...
 
 
 class Ranks:
-    """``Link`` to ranks that have started, and to their referee if they are several; ``directory`` is the run's."""
+    """``Link`` to ranks that have a handle each, and to their referee, if they have one. ``directory``: the referee's,
+    removed at the end."""
 
     def __init__(
-        self, ranks: Sequence[StartedRank], referee: RefereeProcess | None = None, directory: str | None = None
+        self, ranks: Sequence[RankHandle], referee: RefereeProcess | None = None, directory: str | None = None
     ):
         self._ranks = ranks
         self._referee = referee
@@ -230,18 +204,71 @@ class Ranks:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
+async def start_ranks(
+    spec: RankSpec,
+    receive: Receive,
+    start: Callable[[Seat, Receive], Awaitable[RankHandle]],
+    *,
+    host: str = "127.0.0.1",
+) -> Link:
+    """Starts each rank by ``start``, with a referee where there are several, which listens on ``host``: an address of
+    this machine that all ranks reach. Nothing is left when this raises."""
+    num_ranks = spec.settings.ranks_per_replica
+    if num_ranks == 1:
+        return Ranks([await start(Seat(spec=spec), receive)])
+    directory = tempfile.mkdtemp(prefix="descant-replica-")
+    referee, ranks = None, []
+    try:
+        referee = await asyncio.to_thread(partial(RefereeProcess.start, num_ranks, directory, host=host))
+        for rank in range(num_ranks):
+            seat = Seat(spec=spec, rank=rank, invitation=referee.invitation)
+            ranks.append(await start(seat, receive if rank == 0 else _starting_only(rank, receive)))
+    except BaseException:
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            await process.exited()
+            process.close()
+        if referee is not None:
+            await asyncio.to_thread(referee.close)
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return Ranks(ranks, referee, directory)
+
+
+def _starting_only(rank: int, receive: Receive) -> Receive:
+    """Of what a follower says, the phases of its start, and that it could not."""
+
+    def listen(message: FromRank) -> None:
+        match message:
+            case Starting(phase=phase):
+                receive(Starting(phase=f"{phase} (rank {rank})"))
+            case StartFailed():
+                receive(message)
+
+    return listen
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ranks in processes of this machine
+
+
+async def start_processes(spec: RankSpec, receive: Receive) -> Link:
+    """The default ``Launcher``."""
+    return await start_ranks(spec, receive, _RankProcess.start)
+
+
 class _RankProcess:
     """One rank: its process, its end of the channel, its board and its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter, board: Board):
+    def __init__(self, process: asyncio.subprocess.Process, channel: ServerChannel, board: Board):
         self.pid = process.pid
         self.node = ""
         self.board = board
         self._process = process
-        self._writer = writer
+        self._channel = channel
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._channel: asyncio.Task[None]
-        self._output: asyncio.Task[None]
+        self._output = asyncio.create_task(self._keep_output())
 
     @classmethod
     async def start(cls, seat: Seat, receive: Receive) -> _RankProcess:
@@ -264,33 +291,28 @@ class _RankProcess:
             raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        rank = cls(process, writer, board)
-        writer.write(encode(seat))
-        rank._channel = asyncio.create_task(read_channel(reader, receive))
-        rank._output = asyncio.create_task(rank._keep_output())
+        rank = cls(process, await ServerChannel.open(ours, receive), board)
+        rank._channel.send(seat)
         return rank
 
     def send(self, message: ToRank) -> None:
-        self._writer.write(encode(message))
+        self._channel.send(message)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def exited(self) -> str:
-        """Waits until it has; how, in words ("(process 17) exited with code 1")."""
         exit_ = asyncio.create_task(self._process.wait())
-        await asyncio.wait([exit_, self._channel], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([exit_, self._channel.closed], return_when=asyncio.FIRST_COMPLETED)
         # Whichever came first, the other follows; a process without its channel is of no use.
         _, alive = await asyncio.wait([exit_], timeout=EXIT_TIMEOUT_S)
         if alive:
             self.kill()
         code = await exit_
-        await asyncio.wait([self._channel, self._output], timeout=EXIT_TIMEOUT_S)
-        for task in (self._channel, self._output):
-            task.cancel()
-        self._writer.close()
+        await asyncio.wait([self._channel.closed, self._output], timeout=EXIT_TIMEOUT_S)
+        self._output.cancel()
+        self._channel.close()
         return f"(process {self.pid}) {how_it_ended(code)}"
 
     def last_lines(self) -> str:
@@ -318,18 +340,6 @@ class _RankProcess:
         keep_line(self._lines, line.decode(errors="replace").rstrip())
 
 
-async def read_channel(reader: asyncio.StreamReader, receive: Receive) -> None:
-    """Until the rank's end of the channel is closed."""
-    try:
-        while True:
-            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            receive(pickle.loads(await reader.readexactly(length)))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return
-    except Exception:
-        log.exception("the rank's channel broke")
-
-
 def keep_line(lines: deque[str], line: str) -> None:
     """A line that a rank has printed: into the log, and kept for the message of its death."""
     lines.append(line)
@@ -339,22 +349,6 @@ def keep_line(lines: deque[str], line: str) -> None:
 def how_it_ended(code: int) -> str:
     """A process's return code in words; below 0 it is the signal that killed it."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
-def starting(rank: int, receive: Receive) -> Receive:
-    """Of what rank ``rank`` says, what the server is to hear: all that rank 0 does, and of a follower the phases of its
-    start, and that it could not."""
-    if rank == 0:
-        return receive
-
-    def listen(message: FromRank) -> None:
-        match message:
-            case Starting(phase=phase):
-                receive(Starting(phase=f"{phase} (rank {rank})"))
-            case StartFailed():
-                receive(message)
-
-    return listen
 
 
 # --------------------------------------------------------------------------------------------------------------------

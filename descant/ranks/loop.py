@@ -87,8 +87,8 @@ class Outcome:
 class Executor(Protocol):
     """What a rank can do. Everything but ``read`` and the callable that ``save`` returns runs on the loop's thread.
 
-    Tensors are opaque to the loop: what ``read`` made, ``rows`` and ``publish`` take. A ``DistributedFailure`` is the end
-    of the replica, and nobody's outcome: it leaves ``run``.
+    Tensors are opaque to the loop: what ``read`` made, ``rows`` and ``publish`` take. A ``DistributedFailure`` is the
+    end of the replica, and nobody's outcome: it leaves ``run``.
     """
 
     facts: ModelFacts

@@ -1,8 +1,8 @@
 """A rank's part among the ranks of its replica: what all of them hear, tell, add up and agree on.
 
-A replica of one rank has nobody to agree with: ``Peers`` itself is that rank's, and does nothing. With more there are a
-referee and a mesh: a control group on the CPU, for turns and their outcomes, and two on the ranks' devices, for gradient
-rows and for the base's layers, if they are sharded.
+A replica of one rank has nobody to agree with: ``Peers`` itself is that rank's, and does nothing. With more there are
+a referee and a mesh: a control group on the CPU, for turns and their outcomes, and two on the ranks' devices, for
+gradient rows and for the base's layers, if they are sharded.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Peers:
     def add_up(self, row: torch.Tensor) -> None:
         """``row`` becomes the sum of all ranks' rows, the same bits on each."""
 
-    def shard(self, layers: Sequence[nn.Module]) -> None:
-        """Leaves each rank its part of every layer's parameters."""
+    def shard(self, root: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Leaves each rank its part of every layer's parameters. ``root`` calls them."""
         raise ServerError("a base is sharded over several ranks, and there is one")
 
     def tell(self, what: object) -> None:
@@ -85,8 +85,8 @@ class _MeshPeers(Peers):
         self._rows.all_reduce(row, tag="row")
         self._rows.settle()
 
-    def shard(self, layers: Sequence[nn.Module]) -> None:
-        shard_layers(layers, self._shard)
+    def shard(self, root: nn.Module, layers: Sequence[nn.Module]) -> None:
+        shard_layers(root, layers, self._shard)
         self.sharded = True
 
     def tell(self, what: object) -> None:

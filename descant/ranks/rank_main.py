@@ -1,7 +1,9 @@
-"""A rank (``run``, however it was started), and its process: ``python -m descant.ranks.rank_main CHANNEL_FD BOARD_FD PID``.
+"""A rank (``run``), however it was started; and its process on this machine:
+
+    python -m descant.ranks.rank_main CHANNEL_FD BOARD_FD PARENT_PID
 
 The first message on the channel is the ``Seat``. A rank ends when told to, when its channel closes, when its replica
-has failed, or with its parent (PID).
+has failed, or with its parent.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ server and rank have to say to each other goes over sockets of their own.
 
     cluster = await RayCluster.connect(settings, data_dir=...)
     [specs] = await cluster.specs([spec])   # one a GPU of the cluster; on CPUs as many as asked for
-    replica = await Replica.start(specs[0], launch=cluster.launch())
+    replica = await Replica.start(specs[0], launch=cluster.start)
     …
     await cluster.close()                   # after the replicas: their room is given back
 
@@ -19,18 +19,16 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import descant
-from descant.dist.referee import RefereeProcess
 from descant.errors import ServerError, UserError
-from descant.ranks.launch import Launcher, Link, Ranks, Receive, starting
+from descant.ranks.launch import Link, RankHandle, Receive, start_ranks
 from descant.ranks.placement import RayNode, ray_resources, ray_specs
 from descant.ranks.ray_host import HostOrder, RankHost
 from descant.ranks.ray_rank import RayRank, say
@@ -50,7 +48,8 @@ class RayCluster:
         self._settings = settings
         self._proof = data_dir / "ray-proof"
         self._proof_text = secrets.token_hex(16)
-        self._groups: list[Any] = []
+        self._groups: dict[tuple[str, str | None], Any] = {}
+        """By replica."""
         self.address = address
         """This machine, as the others reach it."""
 
@@ -107,15 +106,33 @@ class RayCluster:
         """For each base one spec a replica. Raises ``UserError`` for replicas that cannot be."""
         return ray_specs(bases, nodes=await self.nodes())
 
-    def launch(self) -> Launcher:
-        """For one replica: starts its ranks, and after a death others, in the same placement group."""
-        return _Place(self).start
+    async def start(self, spec: RankSpec, receive: Receive) -> Link:
+        """``Launcher``: the ranks of one replica; after a death, others in the same placement group."""
+        group = await self._reserve(spec)
+        ranks = [RayRank(name=_name(spec, number)) for number in range(spec.settings.ranks_per_replica)]
+        watched: set[str] = set()
+
+        async def begin(seat: Seat, receive: Receive) -> RankHandle:
+            rank = ranks[seat.rank]
+            rank.begin(replace(seat, host=ranks[0].address), receive)
+            if seat.invitation is not None and rank.node_id not in {seat.invitation.node, *watched}:
+                watched.add(rank.node_id)
+                rank.watch(seat.invitation)
+            return rank
+
+        try:
+            await _all_of(self._connect(spec, group, number, rank) for number, rank in enumerate(ranks))
+            return await start_ranks(spec, receive, begin, host=self.address)
+        except BaseException:
+            for rank in ranks:
+                rank.close()
+            raise
 
     async def close(self) -> None:
         """Gives all room back and leaves the cluster. What still runs on it ends."""
 
         def leave() -> None:
-            for group in self._groups:
+            for group in self._groups.values():
                 with contextlib.suppress(Exception):
                     self._ray.util.remove_placement_group(group)
             self._ray.shutdown()
@@ -135,6 +152,51 @@ class RayCluster:
         except Exception as error:
             raise ServerError(f"the Ray cluster failed: {say(error)}") from error
 
+    async def _reserve(self, spec: RankSpec) -> Any:
+        """The replica's placement group, with a bundle for each rank, on as few nodes as possible; the one that its
+        last ranks had, if that still has its room. Raises ``ServerError`` saying what was asked for and what there is.
+        """
+        ray, timeout_s, replica = self._ray, self._settings.placement_timeout_s, (spec.model, spec.label)
+
+        def reserve() -> bool:
+            if replica not in self._groups:
+                bundles = [ray_resources(spec)] * spec.settings.ranks_per_replica
+                self._groups[replica] = ray.util.placement_group(bundles, strategy="PACK")
+            return bool(self._groups[replica].wait(timeout_s))
+
+        if await self._call(reserve):
+            return self._groups[replica]
+        error = await self._no_room(spec)
+        group = self._groups.pop(replica)
+        await self._call(lambda: ray.util.remove_placement_group(group))
+        raise error
+
+    async def _connect(self, spec: RankSpec, group: Any, number: int, rank: RayRank) -> None:
+        """Starts a rank's host and waits until its process is there."""
+        ray, resources = self._ray, ray_resources(spec)
+        order = HostOrder(
+            address=await rank.listen(self.address),
+            token=rank.token,
+            proof=(str(self._proof), self._proof_text),
+            version=descant.__version__,
+            env=spec.env,
+        )
+
+        def start_host() -> tuple[Any, Any]:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            host = ray.remote(RankHost).options(
+                num_cpus=resources.get("CPU", 0),
+                num_gpus=resources.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+            )
+            actor = host.remote()
+            return actor, actor.run.remote(order)
+
+        actor, run = await self._call(start_host)
+        rank.host_is(asyncio.wrap_future(run.future()), end=lambda: _in_thread(lambda: ray.kill(actor)))
+        await rank.connected(timeout_s=self._settings.placement_timeout_s)
+
     async def _no_room(self, spec: RankSpec) -> ServerError:
         nodes = await self.nodes()
         free = await self._call(self._ray.available_resources)
@@ -150,89 +212,6 @@ class RayCluster:
             f"{self._settings.placement_timeout_s:g} s: asked for {what}; it has {len(nodes)} nodes ({has}{more}), "
             f"with {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs free in all"
         )
-
-
-class _Place:
-    """Room for one replica on the cluster: a bundle for each rank, on as few nodes as possible."""
-
-    def __init__(self, cluster: RayCluster):
-        self._cluster = cluster
-        self._group: Any = None
-
-    async def start(self, spec: RankSpec, receive: Receive) -> Link:
-        """``Launcher``."""
-        num_ranks = spec.settings.ranks_per_replica
-        await self._reserve(spec)
-        listeners = [starting(rank, receive) for rank in range(num_ranks)]
-        ranks = [RayRank(listen, name=_name(spec, rank)) for rank, listen in enumerate(listeners)]
-        referee, directory = None, None
-        try:
-            await _all_of(self._connect(spec, number, rank) for number, rank in enumerate(ranks))
-            if num_ranks > 1:
-                directory = tempfile.mkdtemp(prefix="descant-replica-")
-                referee = await asyncio.to_thread(
-                    RefereeProcess.start, num_ranks, directory, host=self._cluster.address
-                )
-                elsewhere = {rank.node_id: rank for rank in ranks if rank.node_id != referee.invitation.node}
-                for rank in elsewhere.values():
-                    rank.watch(referee.invitation)
-            for number, rank in enumerate(ranks):
-                invitation = None if referee is None else referee.invitation
-                rank.begin(Seat(spec=spec, rank=number, invitation=invitation, host=ranks[0].address))
-        except BaseException:
-            for rank in ranks:
-                rank.close()
-            if referee is not None:
-                await asyncio.to_thread(referee.close)
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
-            raise
-        return Ranks(ranks, referee, directory)
-
-    async def _connect(self, spec: RankSpec, number: int, rank: RayRank) -> None:
-        """Starts a rank's host and waits until its process is there."""
-        cluster, ray, resources = self._cluster, self._cluster._ray, ray_resources(spec)
-        order = HostOrder(
-            address=await rank.listen(cluster.address),
-            token=rank.token,
-            proof=(str(cluster._proof), cluster._proof_text),
-            version=descant.__version__,
-            env=spec.env,
-        )
-
-        def start_host() -> tuple[Any, Any]:
-            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-            host = ray.remote(RankHost).options(
-                num_cpus=resources.get("CPU", 0),
-                num_gpus=resources.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
-            )
-            actor = host.remote()
-            return actor, actor.run.remote(order)
-
-        actor, run = await cluster._call(start_host)
-        rank.host_is(asyncio.wrap_future(run.future()), end=lambda: _in_thread(lambda: ray.kill(actor)))
-        await rank.connected(timeout_s=cluster._settings.placement_timeout_s)
-
-    async def _reserve(self, spec: RankSpec) -> None:
-        """A placement group that has its room; the one of before, if that still has it."""
-        cluster, ray, timeout_s = self._cluster, self._cluster._ray, self._cluster._settings.placement_timeout_s
-
-        def reserve() -> bool:
-            if self._group is None:
-                bundles = [ray_resources(spec)] * spec.settings.ranks_per_replica
-                self._group = ray.util.placement_group(bundles, strategy="PACK")
-                cluster._groups.append(self._group)
-            return bool(self._group.wait(timeout_s))
-
-        if await cluster._call(reserve):
-            return
-        error = await cluster._no_room(spec)
-        group, self._group = self._group, None
-        cluster._groups.remove(group)
-        await cluster._call(lambda: ray.util.remove_placement_group(group))
-        raise error
 
 
 def _name(spec: RankSpec, rank: int) -> str:

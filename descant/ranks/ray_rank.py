@@ -1,10 +1,10 @@
 """The server's end of a rank on another machine: two connections that come in, the rank's channel and its host's.
 
-    rank = RayRank(receive, name=...)
+    rank = RayRank(name=...)
     address = await rank.listen(host)       # and the actor is started with the address and ``rank.token``
     rank.host_is(run, end=...)
     await rank.connected(timeout_s=60)      # its process runs, and waits for its ``Seat``
-    rank.begin(seat)
+    rank.begin(seat, receive)
 
 A connection that does not begin with the token is closed, having been read no further than its first 4 KiB of JSON.
 """
@@ -25,8 +25,8 @@ from typing import Any
 from descant.dist.frames import BadFrame, Frames, pack, tune
 from descant.dist.referee import Invitation
 from descant.errors import ServerError
-from descant.ranks.channel import encode
-from descant.ranks.launch import KEPT_LINES, Receive, how_it_ended, keep_line, read_channel
+from descant.ranks.channel import ServerChannel
+from descant.ranks.launch import KEPT_LINES, Receive, how_it_ended, keep_line
 from descant.ranks.messages import ToRank
 from descant.ranks.settings import Seat
 
@@ -55,9 +55,9 @@ class _Heard:
 
 
 class RayRank:
-    """``launch.StartedRank`` whose host is an actor."""
+    """``launch.RankHandle`` whose host is an actor."""
 
-    def __init__(self, receive: Receive, *, name: str):
+    def __init__(self, *, name: str):
         loop = asyncio.get_running_loop()
         self.board = _Heard()
         self.pid = 0
@@ -67,17 +67,15 @@ class RayRank:
         self.address = ""
         """Its machine, as this one reaches it."""
         self.token = secrets.token_hex(16)
-        self._receive = receive
         self._name = name
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._stopped = False
         self._listener: asyncio.Server | None = None
         self._writers: dict[str, asyncio.StreamWriter] = {}
         self._started: asyncio.Future[None] = loop.create_future()
-        self._joined: asyncio.Future[None] = loop.create_future()
-        """The rank's channel is there."""
-        self._left: asyncio.Future[None] = loop.create_future()
-        """The rank's channel is closed."""
+        self._joined: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = loop.create_future()
+        """The rank's connection."""
+        self._channel: ServerChannel | None = None
         self._over: asyncio.Future[str] = loop.create_future()
         """How the rank ended, in words."""
         self._run: asyncio.Future[Any] | None = None
@@ -109,8 +107,9 @@ class RayRank:
             assert self._listener is not None
             self._listener.close()
 
-    def begin(self, seat: Seat) -> None:
-        self._writers["channel"].write(encode(seat))
+    def begin(self, seat: Seat, receive: Receive) -> None:
+        self._channel = ServerChannel.over(*self._joined.result(), receive)
+        self._channel.send(seat)
 
     def watch(self, invitation: Invitation) -> None:
         """Has the host tell the referee which processes of its machine are stopped or dead."""
@@ -136,9 +135,7 @@ class RayRank:
         self._writers[role] = writer
         tune(writer.get_extra_info("socket"))
         if role == "channel":
-            self._joined.set_result(None)
-            await read_channel(reader, self._receive)
-            self._left.set_result(None)
+            self._joined.set_result((reader, writer))
         else:
             await self._hear(reader)
 
@@ -196,9 +193,10 @@ class RayRank:
         if not self._over.done():
             self._over.set_result(how)
 
-    # ------------------------------------------------------------------------------------------------ StartedRank
+    # ------------------------------------------------------------------------------------------------ RankHandle
     def send(self, message: ToRank) -> None:
-        self._writers["channel"].write(encode(message))
+        assert self._channel is not None
+        self._channel.send(message)
 
     def kill(self) -> None:
         if self._insisting is None and not self._over.done():
@@ -214,13 +212,14 @@ class RayRank:
         self._it_is_over(f"{self._who()} could not be reached, and was given up")
 
     async def exited(self) -> str:
-        signs: list[asyncio.Future[Any]] = [self._over, self._left]
+        assert self._channel is not None
+        signs: list[asyncio.Future[Any]] = [self._over, self._channel.closed]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
         # Whichever came first, the other follows; a process without its channel is of no use.
         await asyncio.wait([self._over], timeout=REASON_S)
         self.kill()
         how = await asyncio.shield(self._over)
-        await asyncio.wait([self._left], timeout=REASON_S)  # its last messages
+        await asyncio.wait([self._channel.closed], timeout=REASON_S)  # its last messages
         return how
 
     def last_lines(self) -> str:
@@ -234,6 +233,8 @@ class RayRank:
             self._insisting.cancel()
         if self._listener is not None:
             self._listener.close()
+        if self._channel is not None:
+            self._channel.close()
         for writer in self._writers.values():
             with contextlib.suppress(OSError):
                 writer.close()

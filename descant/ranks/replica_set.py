@@ -32,9 +32,9 @@ from typing import Protocol
 from descant.ckpt.manifest import MANIFEST, encode_manifest, read_manifest, write_durable
 from descant.errors import DescantError, RankDied, ServerError
 from descant.ports import Engine, Progress, Trainer
-from descant.ranks.launch import Launcher, start_processes
+from descant.ranks.launch import Launcher, Phase, start_processes
 from descant.ranks.placement import Load, PlacedModel, copy_target, place, rebalance, size_of
-from descant.ranks.replica import Phase, Replica
+from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.types import (
     CheckpointSource,
@@ -185,12 +185,11 @@ class ReplicaSet:
         cls,
         specs: Sequence[RankSpec],
         *,
-        launches: Sequence[Launcher] | None = None,
+        launch: Launcher = start_processes,
         on_phase: Callable[[int, str], None] | None = None,
         on_death: Callable[[int], None] | None = None,
     ) -> ReplicaSet:
-        """Starts each spec's ranks, with the launcher of the same place if there are any, and waits until all serve.
-        Raises what ``Replica.start`` raises, having ended
+        """Starts a replica for each spec and waits until all serve. Raises what ``Replica.start`` raises, having ended
         the others. ``on_phase`` is told each step of a replica's start, ``on_death`` the number of one that died,
         after all that was pending on it failed."""
 
@@ -202,7 +201,7 @@ class ReplicaSet:
             asyncio.ensure_future(
                 Replica.start(
                     spec,
-                    launch=start_processes if launches is None else launches[index],
+                    launch=launch,
                     on_phase=None if on_phase is None else partial(on_phase, index),
                     on_death=partial(died, index),
                 )

@@ -3,12 +3,12 @@
     loop → Team.turn → tell → [every rank] begin → gather → finish        the worst outcome is everybody's
 
 Rank 0 decides and tells; nobody else decides anything. Turns without an outcome (a pin that ends, a snapshot that is
-dropped) are done at once on rank 0 and told with the next one that has an outcome, so that each rank does all of them in
-one order. Checkpoints are read by rank 0, and their tensors go along in the turn: whatever the others' disks hold, all
-ranks have the same numbers, and one of them asks the file system.
+dropped) are done at once on rank 0 and told with the next one that has an outcome, so that each rank does all of them
+in one order. Checkpoints are read by rank 0, and their tensors go along in the turn: whatever the others' disks hold,
+all ranks have the same numbers, and one of them asks the file system.
 
-What one rank alone cannot do although the others have done it, and what cannot be undone, ends the replica: its rows are
-not the same any more.
+What one rank alone cannot do although the others have done it, and what cannot be undone, ends the replica: its rows
+are not the same any more.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from descant.ckpt.files import CheckpointTensors, read_checkpoint
 from descant.ckpt.snapshot import Snapshots, create_from, load_into
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
-from descant.model.load import load_model, resolve_model
+from descant.model.load import ModelSource, base_bytes, load_model, resolve_model
 from descant.model.passes import PAGE_TOKENS
 from descant.ranks.loop import Outcome, as_descant
 from descant.ranks.peers import Peers
@@ -53,6 +53,9 @@ from descant.types import (
 
 log = logging.getLogger(__name__)
 
+SHARD_ABOVE = 0.8
+"""Of a device's memory: a base that takes more leaves no room for caches and activations."""
+
 
 def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     """Loads the base model; each ``phase`` is told before it begins. Raises ``UserError`` for a model that cannot be
@@ -66,6 +69,7 @@ def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     phase(f"finding the model {spec.model}")
     source = resolve_model(spec.model, cache_dir=None if spec.cache_dir is None else Path(spec.cache_dir))
     phase(f"loading {source.name} and checking it")
+    shard = is_sharded(settings, source, peers)
     model = load_model(
         source,
         device=None if settings.device == "auto" else torch.device(settings.device),
@@ -73,6 +77,7 @@ def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
         spill_dir=None if spill_dir is None else own_directory(spill_dir, source.name),
         max_version_bytes=settings.max_version_bytes,
         max_host_bytes=settings.max_host_bytes,
+        shard=peers.shard if shard else None,
     )
     phase("making the caches")
     return Worker(model, settings, spec.losses, peers)
@@ -233,11 +238,16 @@ class Worker:
         return [self.sample(plan) for plan in turn.plans]
 
     def sample(self, plan: StepPlan | None) -> Sequence[SequenceOutput] | DescantError | None:
+        """``plan`` None: another rank has one, maybe."""
         if plan is None:
+            if self._model.sharded:
+                self._model.empty_pass(backward=False)
             return None
         try:
             return self._sampler.step(plan)
         except Exception as error:
+            if self._model.sharded:  # it may have left a pass that others are in
+                raise
             return as_descant(error)
 
     def in_order(self, commands: Sequence[Command]) -> tuple[Command, ...]:
@@ -346,6 +356,22 @@ class Worker:
 
     def free(self, version: Version | None) -> None:
         self._sampler.release(version)
+
+
+def is_sharded(settings: RankSettings, source: ModelSource, peers: Peers) -> bool:
+    """As the setting says; without one, whether the base fits any rank's device with room for what it works on. Raises
+    ``UserError`` when it is to be sharded over one rank."""
+    if settings.shard_base is not None:
+        if settings.shard_base and peers.num_ranks == 1:
+            raise UserError("rank.shard_base is true and rank.ranks_per_replica is 1, expected several ranks")
+        return settings.shard_base
+    if peers.num_ranks == 1:
+        return False
+    fits = True
+    if settings.device != "cpu" and torch.cuda.is_available():
+        _, total = torch.cuda.mem_get_info()
+        fits = base_bytes(source) <= SHARD_ABOVE * total
+    return peers.least("whether the base fits", int(fits)) == 0
 
 
 def own_directory(parent: Path, name: str) -> Path:

@@ -47,7 +47,7 @@ class Sampler:
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
         self._ahead: Flight | None = None
-        if model.device.type == "cuda" and model.packable:
+        if model.device.type == "cuda" and model.packable and not model.sharded:
             self._pool = model.make_kv_pool(num_pages + 1)
             self._decode = DecodeGraphs(
                 model,

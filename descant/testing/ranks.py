@@ -6,20 +6,32 @@ directory of a tiny model, and the rank is a process of its own.
 
 from __future__ import annotations
 
+import asyncio
+import multiprocessing
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from multiprocessing.reduction import DupFd
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from descant.dist.process import process_status
+from descant.errors import RankDied
 from descant.model.load import ModelSource, load_model
+from descant.ranks import rank_main
+from descant.ranks.channel import Board, RankChannel, ServerChannel
+from descant.ranks.launch import EXIT_TIMEOUT_S, Link, Receive, start_ranks
+from descant.ranks.messages import ToRank
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
 from descant.ranks.replica_set import ReplicaSet
-from descant.ranks.settings import RankSettings, RankSpec
+from descant.ranks.settings import RankSettings, RankSpec, Seat
 from descant.ranks.turns import Microbatch
 from descant.ranks.worker import Worker
 from descant.testing.tiny import tiny_model
@@ -41,7 +53,8 @@ def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Wo
     torch.set_num_threads(1)
     phase("loading a tiny model")
     source = ModelSource(name="tiny", directory=Path(spec.model))
-    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False)
+    shard = peers.shard if spec.settings.shard_base else None
+    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False, shard=shard)
     return Worker(model, spec.settings, spec.losses, peers)
 
 
@@ -57,16 +70,109 @@ def build_slow(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Wo
     return worker
 
 
+class _ForkedRank:
+    """``RankHandle`` of a process that was forked off one which has loaded torch: it begins in milliseconds."""
+
+    def __init__(self, process: Any, channel: ServerChannel, board: Board):
+        self.pid: int = process.pid
+        self.node = ""
+        self.board = board
+        self._process, self._channel = process, channel
+        self._ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(process.sentinel)
+            self._ended.set()
+
+        loop.add_reader(process.sentinel, ended)
+
+    @classmethod
+    async def start(cls, seat: Seat, receive: Receive) -> _ForkedRank:
+        ours, theirs = socket.socketpair()
+        board = Board()
+        process = _FORKS.Process(target=_run_forked, args=(theirs, DupFd(board.fd), seat), daemon=True)
+        await asyncio.to_thread(process.start)
+        theirs.close()
+        return cls(process, await ServerChannel.open(ours, receive), board)
+
+    def send(self, message: ToRank) -> None:
+        self._channel.send(message)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def exited(self) -> str:
+        await self._ended.wait()
+        self._process.join()
+        await asyncio.wait([self._channel.closed], timeout=EXIT_TIMEOUT_S)
+        self._channel.close()
+        return f"(process {self.pid}) ended with code {self._process.exitcode}"
+
+    def last_lines(self) -> str:
+        return ""
+
+    def is_stopped(self) -> bool:
+        status = process_status(self.pid)
+        return status is not None and status.stopped
+
+    def close(self) -> None:
+        self.board.close()
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["descant.ranks.rank_main", "descant.ranks.team", "transformers.models.llama.modeling_llama", __name__])
+
+
+def _run_forked(channel: socket.socket, board: Any, seat: Seat) -> None:
+    code = rank_main.run(
+        seat.spec, RankChannel(channel), Board(board.detach()), rank=seat.rank, invitation=seat.invitation
+    )
+    os._exit(code)
+
+
+async def start_forked(spec: RankSpec, receive: Receive) -> Link:
+    """A ``Launcher`` for tests: the ranks are real processes, with a referee, and begin quickly. They print to where
+    the first of them did."""
+    return await start_ranks(spec, receive, _ForkedRank.start)
+
+
 @asynccontextmanager
 async def tiny_replica(
     directories: pytest.TempPathFactory, *, settings: RankSettings = SETTINGS, arch: str = "llama"
 ) -> AsyncIterator[Replica]:
     """A replica in process, closed at the end; the model is written once a session."""
+    spec = RankSpec(model=str(written(directories, arch)), settings=settings)
+    replica = await Replica.in_process(lambda phase: build_tiny(spec, phase, Peers()), settings)
+    try:
+        yield replica
+    finally:
+        await replica.close()
+
+
+def written(directories: pytest.TempPathFactory, arch: str = "llama") -> Path:
     directory = directories.getbasetemp() / f"tiny-{arch}"
     if not directory.exists():
         tiny_model(arch, directory)
-    spec = RankSpec(model=str(directory), settings=settings)
-    replica = await Replica.in_process(lambda phase: build_tiny(spec, phase, Peers()), settings)
+    return directory
+
+
+@asynccontextmanager
+async def tiny_ranks(
+    directories: pytest.TempPathFactory,
+    num_ranks: int = 2,
+    *,
+    settings: RankSettings = SETTINGS,
+    build: str = "build_tiny",
+    on_death: Callable[[RankDied], None] | None = None,
+) -> AsyncIterator[Replica]:
+    """A replica of several ranks, each a process of its own, joined by gloo."""
+    spec = RankSpec(
+        model=str(written(directories)),
+        settings=replace(settings, ranks_per_replica=num_ranks),
+        build=f"descant.testing.ranks:{build}",
+    )
+    replica = await Replica.start(spec, launch=start_forked, on_death=on_death)
     try:
         yield replica
     finally:

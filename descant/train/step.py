@@ -137,12 +137,17 @@ class Learner:
         return key
 
     def run(self, parts: Sequence[Part], *, backward: bool = False) -> None:
-        """One forward (and backward) pass over the datums of ``parts``. ``backward``: whether anybody's pass at this
-        moment goes backward, where several ranks share the base's layers and have to run all of them alike. A datum whose loss is not finite marks its
+        """One forward (and backward) pass over the datums of ``parts``. A datum whose loss is not finite marks its
         request as failed and adds nothing. An exception from torch (out of memory) fails all requests of the pass:
-        it is kept, and raised by each one's ``close``; the learner stays usable."""
+        it is kept, and raised by each one's ``close``; the learner stays usable.
+
+        Where the base's layers are sharded, all ranks run all layers alike: ``backward`` says whether any rank's pass
+        goes backward now, a rank without datums makes an empty pass, and an exception is raised, since the others wait
+        in the middle of theirs."""
         items = self._items(parts)
-        if self._model.packable:
+        if self._model.sharded:
+            self._run_pass(items, backward=backward)
+        elif self._model.packable:
             self._run_pass(items)
         else:
             for item in items:
@@ -346,16 +351,20 @@ class Learner:
             )
         return items
 
-    def _run_pass(self, items: Sequence[Item]) -> None:
+    def _run_pass(self, items: Sequence[Item], *, backward: bool = False) -> None:
         items = [item for item in items if self._runs(item.request)]
         if not items:
+            if self._model.sharded:
+                self._model.empty_pass(backward=backward)
             return
         began = self._seconds()
         try:
             packed = pack(items, self._model.device, share=self._share_prefixes)
-            loss_P, logprobs_PK = self._forward_backward(packed)
+            loss_P, logprobs_PK = self._forward_backward(packed, backward=backward)
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
+            if self._model.sharded:
+                raise
             logger.exception("a pass of %d datums failed", len(items))
             for item in items:
                 self._open[item.request].error = ServerError(f"a shared pass of {len(items)} datums {_what(error)}")
@@ -377,10 +386,10 @@ class Learner:
         for item, computed in zip(packed.items, packed.seq_lens, strict=True):
             self._open[item.request].passes.tokens += computed
 
-    def _forward_backward(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+    def _forward_backward(self, packed: Packed, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
         """float32 loss [P], NaN where it or its derivative is not finite, and log-probabilities [P, K]. Gradients have
-        gone into the segments' rows."""
-        backward = any(segment.gradient is not None for segment in packed.segments)
+        gone into the segments' rows. ``backward``: the layers' backward runs, even if no segment wants a gradient."""
+        through_layers, backward = backward, backward or any(s.gradient is not None for s in packed.segments)
         loss_P = torch.zeros(len(packed.targets_PK), dtype=torch.float32, device=self._model.device)
         with torch.set_grad_enabled(backward):
             pass_ = Pass(seq_lens=packed.seq_lens, prefixes=packed.prefixes, segments=packed.segments)
@@ -400,6 +409,8 @@ class Learner:
                 head = logprobs(chunk_loss)
                 if head.dhidden_TD is not None and hidden_TD.requires_grad:  # not with adapters on the unembedding only
                     hidden_TD.backward(head.dhidden_TD)
+                elif through_layers:
+                    hidden_TD.backward(torch.zeros_like(hidden_TD))
             else:
                 chunk_loss(slice(0, len(loss_P)), head.logprobs_PK)
         return loss_P.cpu().numpy(), head.logprobs_PK.detach().cpu().numpy()

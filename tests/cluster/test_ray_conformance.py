@@ -27,7 +27,7 @@ async def replica(request: pytest.FixtureRequest, join: Any, tiny: Path) -> Asyn
     wanted = RankSpec(model=str(tiny), settings=settings, build="descant.testing.ranks:build_tiny")
     async with join() as cluster:
         [[spec]] = await cluster.specs([wanted])
-        replica = await Replica.start(spec, launch=cluster.launch())
+        replica = await Replica.start(spec, launch=cluster.start)
         try:
             yield replica
         finally:

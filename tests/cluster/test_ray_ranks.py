@@ -16,7 +16,9 @@ import psutil
 import pytest
 
 from descant.errors import RankDied
+from descant.ranks.channel import encode
 from descant.ranks.ray_cluster import RayCluster
+from descant.ranks.ray_rank import RayRank
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.testing.engine import request, sampled
@@ -41,7 +43,7 @@ def spec(tiny: Path, **settings: Any) -> RankSpec:
 async def started(
     cluster: RayCluster, wanted: RankSpec, deaths: list[RankDied] | None = None
 ) -> AsyncIterator[Replica]:
-    replica = await Replica.start(wanted, launch=cluster.launch(), on_death=None if deaths is None else deaths.append)
+    replica = await Replica.start(wanted, launch=cluster.start, on_death=None if deaths is None else deaths.append)
     try:
         yield replica
     finally:
@@ -56,55 +58,42 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_rank_serves_is_killed_and_restarted(join: Join, tiny: Path) -> None:
+async def test_a_rank_is_killed_and_stopped_and_loses_its_host(join: Join, tiny: Path) -> None:
     deaths: list[RankDied] = []
     async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
-        model = Model(replica)
+        model = Model(replica, "first")
         await result(model.create())
         await model.train(1)
         assert len((await sampled(replica, request())).tokens()) == 4
-        [first] = replica.pids
-        assert psutil.Process(first).parent().name().startswith("ray::RankHost")
-
+        [pid] = replica.pids
+        assert psutil.Process(pid).parent().name().startswith("ray::RankHost")
         pending = [model.backward(), model.step()]
-        os.kill(first, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(SECONDS):
             outcomes = await asyncio.gather(*pending, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == [str(deaths[0])] * 2
-        assert f"(process {first} on {socket.gethostname()}) was killed by SIGKILL" in str(deaths[0])
+        assert f"(process {pid} on {socket.gethostname()}) was killed by SIGKILL" in str(deaths[0])
 
         await replica.restart()
-        again = Model(replica, "again")
-        await result(again.create())
-        await again.train(1)
-
-
-async def test_a_stopped_rank_is_ended_and_says_what_it_printed(join: Join, tiny: Path, caplog: Any) -> None:
-    deaths: list[RankDied] = []
-    async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
-        model = Model(replica)
+        model = Model(replica, "second")
         await result(model.create())
-        [rank] = replica.pids
-        os.kill(rank, signal.SIGSTOP)
+        await model.train(1)
+        [pid] = replica.pids
+        os.kill(pid, signal.SIGSTOP)
+        stalled = model.forward()
         async with asyncio.timeout(SECONDS):
             with pytest.raises(RankDied, match="stopped by a signal"):
-                await model.forward()
-        assert not psutil.pid_exists(rank)
+                await stalled
+        assert not psutil.pid_exists(pid)
+
         await replica.restart()
-
-
-async def test_a_rank_goes_with_its_host(join: Join, tiny: Path) -> None:
-    deaths: list[RankDied] = []
-    async with join() as cluster, started(cluster, spec(tiny), deaths) as replica:
-        rank = psutil.Process(replica.pids[0])
-        model = Model(replica)
+        model = Model(replica, "third")
         await result(model.create())
+        rank = psutil.Process(replica.pids[0])
         os.kill(rank.ppid(), signal.SIGKILL)
-        await until(lambda: bool(deaths))
-        assert "was lost with its host: ActorDiedError" in str(deaths[0])
+        await until(lambda: len(deaths) == 3)
+        assert "was lost with its host: ActorDiedError" in str(deaths[2])
         rank.wait(SECONDS)
-        await replica.restart()
-        await result(Model(replica, "again").create())
 
 
 async def test_replicas_are_spread_and_a_lost_node_is_replaced(join: Join, two_nodes: Any, tiny: Path) -> None:
@@ -112,9 +101,8 @@ async def test_replicas_are_spread_and_a_lost_node_is_replaced(join: Join, two_n
     deaths: list[RankDied] = []
     async with join() as cluster:
         [wanted] = await cluster.specs([spec(tiny, replicas=3, num_threads=2)])
-        launches = [cluster.launch() for _ in wanted]
         replicas = await asyncio.gather(
-            *(Replica.start(each, launch=launch, on_death=deaths.append) for each, launch in zip(wanted, launches))
+            *(Replica.start(each, launch=cluster.start, on_death=deaths.append) for each in wanted)
         )
         try:
             raylets = {psutil.Process(replica.pids[0]).parents()[1].pid for replica in replicas}
@@ -141,12 +129,95 @@ async def test_a_replica_of_two_ranks_on_two_nodes(join: Join, tiny: Path) -> No
 
             pending = model.backward()
             os.kill(second, signal.SIGKILL)
-            async with asyncio.timeout(SECONDS):
-                with pytest.raises(RankDied, match=rf"rank 1 of .* \(process {second} on .* was killed by SIGKILL"):
-                    while True:
-                        await pending
-                        pending = model.forward()
+            await until(lambda: bool(deaths))
+            await asyncio.wait([pending])  # it may have ended before
+            assert f"rank 1 of {tiny} (process {second} on" in str(deaths[0])
+            assert "was killed by SIGKILL" in str(deaths[0])
             await replica.restart()
             again = Model(replica, "again")
             await result(again.create())
             await again.train(1)
+
+
+# ------------------------------------------------------------------------------------------------------- refused
+
+
+async def test_room_that_there_is_not_is_refused_in_time(join: Join, two_nodes: Any, tiny: Path) -> None:
+    async with join(placement_timeout_s=1.0) as cluster:
+        [wanted] = await cluster.specs([spec(tiny, num_threads=3)])
+        with pytest.raises(ServerError) as caught:
+            await Replica.start(wanted[0], launch=cluster.start)
+        assert f"had no room for {tiny} within 1 s: asked for 3 CPUs on one node; it has 2 nodes (" in str(caught.value)
+        assert "with 4 CPUs and 0 GPUs free in all" in str(caught.value)
+        assert placement_groups() == 0
+
+
+async def test_a_directory_that_is_not_shared_is_refused(join: Join, tiny: Path, tmp_path: Path) -> None:
+    async with join(data_dir=tmp_path) as cluster:
+        (tmp_path / "ray-proof").write_text("another machine's")
+        with pytest.raises(ServerError, match=f"does not see the server's data_dir {tmp_path} .* all nodes share"):
+            await Replica.start(spec(tiny), launch=cluster.start)
+    assert not (tmp_path / "ray-proof").exists()
+
+
+async def test_who_does_not_show_the_token_is_not_listened_to(caplog: Any) -> None:
+    """Nothing of it is unpickled: a pickle that would act stays what it is, bytes."""
+    rank = RayRank(name="the rank of m")
+    host, port = await rank.listen("127.0.0.1")
+    never = asyncio.get_running_loop().create_future()
+    rank.host_is(never, end=lambda: never)
+    try:
+        for first in (
+            pack(["hello", {"token": "0" * 32, "role": "channel"}]),
+            pack(["hello", {"token": rank.token, "role": "somebody"}]),
+            pack(["hello", rank.token]),
+            encode(Exploding()),
+            b"\xff\xff\xff\xff",
+            b"GET / HTTP/1.1\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(first)
+            assert await asyncio.wait_for(reader.read(), SECONDS) == b"", "it is closed"
+            writer.close()
+        with pytest.raises(ServerError, match=r"could not be started .* nothing was heard of its host within 0\.1 s"):
+            await rank.connected(timeout_s=0.1)
+    finally:
+        rank.close()
+        never.cancel()
+
+
+class Exploding:
+    def __reduce__(self) -> Any:
+        return exit, ()
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1:9", "no Ray cluster at ray.address '127.0.0.1:9'"),
+        ("ray://127.0.0.1:10001", "expected host:port"),
+        ("somewhere", "expected host:port"),
+    ],
+)
+async def test_a_cluster_that_is_not_there_is_refused(address: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=says):
+        await RayCluster.connect(RaySettings(address=address), data_dir=tmp_path)
+
+
+def placement_groups() -> int:
+    import ray
+
+    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+def test_nothing_is_left(two_nodes: Any) -> None:
+    """After all of the above: no placement group, no host, no rank."""
+    import ray
+
+    ray.init(address=two_nodes.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        assert placement_groups() == 0
+    finally:
+        ray.shutdown()
+    left = [process.name() for process in psutil.Process().children(recursive=True)]
+    assert not [name for name in left if "RankHost" in name or "rank_main" in name]

@@ -103,7 +103,7 @@ async def test_it_is_started_even_if_nobody_could_be_told(rank: Rank) -> None:
 def keeper(settings: Settings) -> app.Keeper:
     settings = replace(settings, rank=replace(settings.rank, replicas=2))
     specs = rank_specs(app.base_spec("m", settings), gpus=(), num_cores=1)
-    return app.Keeper(specs, [app.ThisMachine(()).launch() for _ in specs], clock=FakeClock())
+    return app.Keeper(specs, launch=app.ThisMachine(()).start, clock=FakeClock())
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ async def test_more_replicas_than_gpus_are_refused(tmp_path: Path) -> None:
 async def test_bases_divide_the_gpus(tmp_path: Path) -> None:
     settings = load_settings(base=Settings(data_dir=tmp_path))
     specs = await app.ThisMachine(("0", "1", "2")).specs([app.base_spec(name, settings) for name in ("m", "n")])
-    visible = [[spec.env["CUDA_VISIBLE_DEVICES"] for spec in of_base] for of_base in specs]
-    assert visible == [["0", "1"], ["2"]]
+    visible = [[spec.gpus for spec in of_base] for of_base in specs]
+    assert visible == [[("0",), ("1",)], [("2",)]]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", "mps"])
