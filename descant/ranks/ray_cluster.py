@@ -64,22 +64,24 @@ class RayCluster:
         if settings.address != "auto":
             await asyncio.to_thread(_check_address, settings.address)
 
+        # It would tell that the thread below is not the main one, and each worker's death, at length.
+        logging.getLogger("ray").setLevel(logging.ERROR)
+
         def connect() -> str:
             ray.init(
                 address=settings.address,
                 namespace="descant",
                 log_to_driver=False,
                 configure_logging=False,
-                logging_level=logging.WARNING,
             )
             return str(ray.util.get_node_ip_address())
 
+        deadline_s = settings.placement_timeout_s + LEAVE_S
         try:
-            address = await asyncio.wait_for(_in_thread(connect), settings.placement_timeout_s)
+            address = await asyncio.wait_for(_in_thread(connect), deadline_s)
         except TimeoutError:
             raise UserError(
-                f"ray.address is {settings.address!r}, and no Ray cluster answered there within "
-                f"{settings.placement_timeout_s:g} s"
+                f"ray.address is {settings.address!r}, and no Ray cluster answered there within {deadline_s:g} s"
             ) from None
         except Exception as error:
             raise UserError(f"cannot join the Ray cluster at {settings.address!r}: {say(error)}") from None

@@ -15,12 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from descant.errors import RankDied
+from descant.dist.frames import pack
+from descant.errors import RankDied, ServerError, UserError
 from descant.ranks.channel import encode
 from descant.ranks.ray_cluster import RayCluster
 from descant.ranks.ray_rank import RayRank
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSpec
+from descant.ranks.settings import RankSpec, RaySettings
 from descant.testing.engine import request, sampled
 from descant.testing.ranks import SETTINGS
 from descant.testing.trainer import Model, result
@@ -158,6 +159,15 @@ async def test_a_directory_that_is_not_shared_is_refused(join: Join, tiny: Path,
         with pytest.raises(ServerError, match=f"does not see the server's data_dir {tmp_path} .* all nodes share"):
             await Replica.start(spec(tiny), launch=cluster.start)
     assert not (tmp_path / "ray-proof").exists()
+
+
+async def test_a_rank_that_crashes_as_it_starts_says_what_it_printed(join: Join) -> None:
+    wanted = RankSpec(model="x", settings=SETTINGS, build="descant.testing.faults:build_crashing")
+    async with join() as cluster:
+        with pytest.raises(ServerError) as caught:
+            await Replica.start(wanted, launch=cluster.start)
+    assert "was killed by SIGABRT while it ran: looking for trouble; its last lines:" in str(caught.value)
+    assert "about to crash" in str(caught.value)
 
 
 async def test_who_does_not_show_the_token_is_not_listened_to(caplog: Any) -> None:
