@@ -121,7 +121,9 @@ class _ForkedRank:
 
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["descant.ranks.rank_main", "descant.ranks.team", "transformers.models.llama.modeling_llama", __name__])
+_FORKS.set_forkserver_preload(
+    ["descant.ranks.rank_main", "descant.ranks.team", "transformers.models.llama.modeling_llama", __name__]
+)
 
 
 def _run_forked(channel: socket.socket, board: Any, seat: Seat) -> None:

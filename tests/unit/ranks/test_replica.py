@@ -163,7 +163,7 @@ async def test_close_ends_what_is_pending_and_is_no_death(tiny: Path) -> None:
         (faulty("build_crashing"), ServerError, r"(?s)SIGABRT while it ran: looking for trouble.*about to crash"),
         (faulty("build_refusing"), UserError, r"^x cannot be served$"),
         (faulty("build_raising"), ServerError, r"ZeroDivisionError while dividing"),
-        (faulty("build_hanging", start_timeout_s=5.0), ServerError, r"not ready after 5 s: it was waiting for ever"),
+        (faulty("build_hanging", start_timeout_s=15.0), ServerError, r"not ready after 15 s: it was waiting for ever"),
         (faulty("build_missing"), ServerError, r"AttributeError while importing"),
     ],
 )
