@@ -103,7 +103,7 @@ async def test_it_is_started_even_if_nobody_could_be_told(rank: Rank) -> None:
 def keeper(settings: Settings) -> app.Keeper:
     settings = replace(settings, rank=replace(settings.rank, replicas=2))
     specs = rank_specs(app.base_spec("m", settings), gpus=(), num_cores=1)
-    return app.Keeper(specs, launch=app.ThisMachine(()).start, clock=FakeClock())
+    return app.Keeper(specs, launch=app.ThisMachine(()).start, clock=FakeClock(), data_dir=settings.data_dir)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
