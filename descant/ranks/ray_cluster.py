@@ -56,13 +56,13 @@ class RayCluster:
     @classmethod
     async def connect(cls, settings: RaySettings, *, data_dir: Path) -> RayCluster:
         """Raises ``UserError`` where Ray is not installed or there is no cluster at ``settings.address``."""
+        assert settings.address is not None
+        if settings.address != "auto":
+            await asyncio.to_thread(_check_address, settings.address)
         try:
             import ray
         except ImportError:
             raise UserError("ray.address is set, and Ray is not installed here: pip install 'descant[ray]'") from None
-        assert settings.address is not None
-        if settings.address != "auto":
-            await asyncio.to_thread(_check_address, settings.address)
 
         # It would tell that the thread below is not the main one, and each worker's death, at length.
         logging.getLogger("ray").setLevel(logging.ERROR)

@@ -95,10 +95,13 @@ class RayRank:
     async def connected(self, *, timeout_s: float) -> None:
         """Until host and rank are there. Raises ``ServerError`` saying why they are not."""
         assert self._run is not None
-        both = asyncio.gather(self._started, self._joined)
+        parts: list[asyncio.Future[Any]] = [self._started, self._joined]
+        both = asyncio.ensure_future(asyncio.wait(parts))
         try:
             ways: list[asyncio.Future[Any]] = [both, self._over, self._run]
             await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not both.done() and self._run.done():
+                await asyncio.wait([self._over], timeout=REASON_S)  # what it said last may be on its way
             if not both.done():
                 how = self._over.result() if self._over.done() else await self._why_silent(timeout_s)
                 raise ServerError(f"{self._name} could not be started on the Ray cluster: {how}")

@@ -15,13 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from descant.dist.frames import pack
-from descant.errors import RankDied, ServerError, UserError
-from descant.ranks.channel import encode
+from descant.errors import RankDied, ServerError
 from descant.ranks.ray_cluster import RayCluster
-from descant.ranks.ray_rank import RayRank
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSpec, RaySettings
+from descant.ranks.settings import RankSpec
 from descant.testing.engine import request, sampled
 from descant.testing.ranks import SETTINGS
 from descant.testing.trainer import Model, result
@@ -168,50 +165,6 @@ async def test_a_rank_that_crashes_as_it_starts_says_what_it_printed(join: Join)
             await Replica.start(wanted, launch=cluster.start)
     assert "was killed by SIGABRT while it ran: looking for trouble; its last lines:" in str(caught.value)
     assert "about to crash" in str(caught.value)
-
-
-async def test_who_does_not_show_the_token_is_not_listened_to(caplog: Any) -> None:
-    """Nothing of it is unpickled: a pickle that would act stays what it is, bytes."""
-    rank = RayRank(name="the rank of m")
-    host, port = await rank.listen("127.0.0.1")
-    never = asyncio.get_running_loop().create_future()
-    rank.host_is(never, end=lambda: never)
-    try:
-        for first in (
-            pack(["hello", {"token": "0" * 32, "role": "channel"}]),
-            pack(["hello", {"token": rank.token, "role": "somebody"}]),
-            pack(["hello", rank.token]),
-            encode(Exploding()),
-            b"\xff\xff\xff\xff",
-            b"GET / HTTP/1.1\r\n\r\n",
-        ):
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(first)
-            assert await asyncio.wait_for(reader.read(), SECONDS) == b"", "it is closed"
-            writer.close()
-        with pytest.raises(ServerError, match=r"could not be started .* nothing was heard of its host within 0\.1 s"):
-            await rank.connected(timeout_s=0.1)
-    finally:
-        rank.close()
-        never.cancel()
-
-
-class Exploding:
-    def __reduce__(self) -> Any:
-        return exit, ()
-
-
-@pytest.mark.parametrize(
-    ("address", "says"),
-    [
-        ("127.0.0.1:9", "no Ray cluster at ray.address '127.0.0.1:9'"),
-        ("ray://127.0.0.1:10001", "expected host:port"),
-        ("somewhere", "expected host:port"),
-    ],
-)
-async def test_a_cluster_that_is_not_there_is_refused(address: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=says):
-        await RayCluster.connect(RaySettings(address=address), data_dir=tmp_path)
 
 
 def placement_groups() -> int:
