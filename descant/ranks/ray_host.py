@@ -13,6 +13,7 @@ Both connections begin with a token of this start (``_connect``); the server unp
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import descant
-from descant.dist.frames import Frames, pack, tune
+from descant.dist.frames import BadFrame, Frames, pack, tune
 from descant.dist.process import node_id, process_status
 from descant.dist.referee import Invitation
 from descant.dist.watcher import watch
@@ -124,20 +125,23 @@ class _Rank:
         frames = Frames()
         mine = [socket.gethostname(), node_id(), server.getsockname()[0]]
         self._send(server, ["started", self._process.pid, *mine])
-        while self._process.poll() is None:
-            try:
-                ready, _, _ = select.select([server], [], [], BEAT_S)
-                data = server.recv(4096) if ready else None
-            except OSError:
-                data = b""
-            if data == b"" or not all(self._obey(message) for message in frames.feed(data or b"")):
-                self._process.kill()
-                self._process.wait()
-                break
-            status = process_status(self._process.pid)
-            turn, text = self._board.read()
-            if not self._send(server, ["beat", turn, text, status is not None and status.stopped]):
-                self._process.kill()
+        end = os.pidfd_open(self._process.pid)
+        try:
+            while self._process.poll() is None:
+                ready, _, _ = select.select([server, end], [], [], BEAT_S)
+                data = server.recv(4096) if server in ready else None
+                if data == b"" or not all(self._obey(message) for message in frames.feed(data or b"")):
+                    break
+                status = process_status(self._process.pid)
+                turn, text = self._board.read()
+                if not self._send(server, ["beat", turn, text, status is not None and status.stopped]):
+                    break
+        except (OSError, BadFrame):
+            pass  # the server is gone, or is none
+        finally:
+            self._process.kill()
+            self._process.wait()
+            os.close(end)
         output.join(LAST_OUTPUT_S)
         turn, text = self._board.read()
         self._send(server, ["beat", turn, text, False])

@@ -27,6 +27,7 @@ SECONDS = 5.0
 """A rank that died or is stopped is noticed within this."""
 
 Join = Any
+STORE_BYTES = 80 << 20
 
 
 def spec(tiny: Path, **settings: Any) -> RankSpec:
@@ -94,21 +95,25 @@ async def test_a_rank_is_killed_and_stopped_and_loses_its_host(join: Join, tiny:
         rank.wait(SECONDS)
 
 
-async def test_replicas_are_spread_and_a_lost_node_is_replaced(join: Join, two_nodes: Any, tiny: Path) -> None:
-    node = two_nodes.add_node(num_cpus=2, resources={"third": 1}, object_store_memory=80 << 20)
+async def test_each_replica_has_a_gpu_until_its_node_is_lost(join: Join, two_nodes: Any, tiny: Path) -> None:
+    """Ray takes our word for the GPUs; nobody computes with them."""
+    node = two_nodes.add_node(num_cpus=2, num_gpus=2, object_store_memory=STORE_BYTES)
     deaths: list[RankDied] = []
-    async with join() as cluster:
-        [wanted] = await cluster.specs([spec(tiny, replicas=3, num_threads=2)])
-        replicas = await asyncio.gather(
-            *(Replica.start(each, launch=cluster.start, on_death=deaths.append) for each in wanted)
-        )
+    async with join(placement_timeout_s=10.0) as cluster:
+        [wanted] = await cluster.specs([spec(tiny, device="auto")])
+        starting = (Replica.start(each, launch=cluster.start, on_death=deaths.append) for each in wanted)
+        replicas = await asyncio.gather(*starting)
         try:
-            raylets = {psutil.Process(replica.pids[0]).parents()[1].pid for replica in replicas}
-            assert len(raylets) == 3, "each on a node of its own"
+            visible = [psutil.Process(replica.pids[0]).environ()["CUDA_VISIBLE_DEVICES"] for replica in replicas]
+            assert sorted(visible) == ["0", "1"]
             two_nodes.remove_node(node, allow_graceful=False)
-            await until(lambda: bool(deaths))
-            assert len(deaths) == 1
-            assert "was lost with its host" in str(deaths[0])
+            await until(lambda: len(deaths) == 2)
+            assert all("was lost with its host" in str(death) for death in deaths)
+            # Until Ray itself has noticed, it takes the room for there.
+            with pytest.raises(
+                ServerError, match="asked for 1 CPU and 1 GPU on one node|nothing was heard of its host"
+            ):
+                await replicas[0].restart()
         finally:
             await asyncio.gather(*(replica.close() for replica in replicas))
 
