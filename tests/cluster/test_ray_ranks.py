@@ -111,7 +111,7 @@ async def test_each_replica_has_a_gpu_until_its_node_is_lost(join: Join, two_nod
             assert all("was lost with its host" in str(death) for death in deaths)
             # Until Ray itself has noticed, it takes the room for there.
             with pytest.raises(
-                ServerError, match="asked for 1 CPU and 1 GPU on one node|nothing was heard of its host"
+                ServerError, match=r"asked for 1 CPU and 1 GPU on one node|nothing was heard of its host"
             ):
                 await replicas[0].restart()
         finally:
