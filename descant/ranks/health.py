@@ -29,8 +29,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """How a replica's ranks last ended without having been told to. ``verdict``: their referee's, if they are several.
-    """
+    """How a replica's ranks last ended, untold. ``verdict``: their referee's, if they are several."""
 
     message: str
     last_lines: str = ""

@@ -249,6 +249,12 @@ def _starting_only(rank: int, receive: Receive) -> Receive:
     return listen
 
 
+def exit_in_words(pid: int, code: int, *, node: str = "") -> str:
+    """``code`` as ``subprocess`` gives it: below 0 a signal."""
+    who = f"process {pid}" + (f" on {node}" if node else "")
+    return f"({who}) was killed by {signal.Signals(-code).name}" if code < 0 else f"({who}) exited with code {code}"
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Ranks in processes of this machine
 
@@ -313,7 +319,7 @@ class _RankProcess:
         await asyncio.wait([self._channel.closed, self._output], timeout=EXIT_TIMEOUT_S)
         self._output.cancel()
         self._channel.close()
-        return f"(process {self.pid}) {how_it_ended(code)}"
+        return exit_in_words(self.pid, code)
 
     def last_lines(self) -> str:
         return "\n".join(self._lines)
@@ -344,11 +350,6 @@ def keep_line(lines: deque[str], line: str) -> None:
     """A line that a rank has printed: into the log, and kept for the message of its death."""
     lines.append(line)
     logging.getLogger("descant.rank").info("%s", line)
-
-
-def how_it_ended(code: int) -> str:
-    """A process's return code in words; below 0 it is the signal that killed it."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -128,8 +128,8 @@ class _Rank:
         end = os.pidfd_open(self._process.pid)
         try:
             while self._process.poll() is None:
-                ready, _, _ = select.select([server, end], [], [], BEAT_S)
-                data = server.recv(4096) if server in ready else None
+                ready, _, _ = select.select([server.fileno(), end], [], [], BEAT_S)
+                data = server.recv(4096) if server.fileno() in ready else None
                 if data == b"" or not all(self._obey(message) for message in frames.feed(data or b"")):
                     break
                 status = process_status(self._process.pid)

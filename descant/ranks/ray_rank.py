@@ -26,7 +26,7 @@ from descant.dist.frames import BadFrame, Frames, pack, tune
 from descant.dist.referee import Invitation
 from descant.errors import ServerError
 from descant.ranks.channel import ServerChannel
-from descant.ranks.launch import KEPT_LINES, Receive, how_it_ended, keep_line
+from descant.ranks.launch import KEPT_LINES, Receive, exit_in_words, keep_line
 from descant.ranks.messages import ToRank
 from descant.ranks.settings import Seat
 
@@ -183,7 +183,7 @@ class RayRank:
             case ["line", str(line)]:
                 keep_line(self._lines, line)
             case ["ended", int(code)]:
-                self._it_is_over(f"{self._who()} {how_it_ended(code)}")
+                self._it_is_over(exit_in_words(self.pid, code, node=self.node))
             case ["failed", str(why)]:
                 self._it_is_over(why)
             case _:

@@ -218,10 +218,14 @@ class Worker:
         """Commits or discards, by what all ranks report: the worst outcome is everybody's."""
         outcomes: list[Outcome] = []
         refused = {key: error for report in reversed(reports) for key, error in report.refused.items()}
-        for key, error in refused.items():
-            self._learner.refuse(key, error)
+        for command in turn.opens:
+            key = (command.model_id, command.seq_id)
+            if key not in refused:
+                continue
+            if self._has(key[0]):
+                self._learner.refuse(command, refused[key])
             self._let_go([key])
-            outcomes.append(Outcome(key=key, result=error))
+            outcomes.append(Outcome(key=key, result=refused[key]))
         for key in turn.closes:
             if key in refused:
                 continue

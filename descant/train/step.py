@@ -205,13 +205,13 @@ class Learner:
             },
         )
 
-    def refuse(self, request: RequestKey, why: DescantError) -> None:
-        """Another rank could not open it: as if it had been refused here."""
-        opened = self._open.pop(request, None)
+    def refuse(self, command: ForwardBackward, why: DescantError) -> None:
+        """Some rank could not open it: as if this one could not. The model is there."""
+        opened = self._open.pop((command.model_id, command.seq_id), None)
         if opened is not None:
             self._discard(opened)
-            if opened.gradient is not None:
-                self.lose_gradient(opened.command.model_id, f"{opened} failed: {why}")
+        if not command.forward_only:
+            self.lose_gradient(command.model_id, f"forward_backward with seq_id {command.seq_id} failed: {why}")
 
     def abandon(self, request: RequestKey) -> None:
         """Drops an open request without a result (its caller is gone). Idempotent."""
