@@ -141,6 +141,8 @@ class Ranks:
         self._directory = directory
         self._culprit = 0
         self._stopping = False
+        self._killed = False
+        self._verdict: DistributedFailure | None = None
         self.pids: Sequence[int] = [process.pid for process in ranks]
         self.nodes: Sequence[str] = [process.node for process in ranks]
 
@@ -149,6 +151,8 @@ class Ranks:
         self._ranks[0].send(message)
 
     def kill(self) -> None:
+        self._verdict = self._verdict or self._read_verdict()  # what comes afterwards would blame whom we have killed
+        self._killed = True
         for process in self._ranks:
             process.kill()
 
@@ -160,23 +164,25 @@ class Ranks:
         if others and self._stopping:
             done, others = await asyncio.wait(endings, timeout=STOP_TIMEOUT_S)
         first = min(rank for rank, ending in enumerate(endings) if ending in done)
-        verdict = await self._verdict(wait=bool(others))
+        limit = asyncio.get_running_loop().time() + VERDICT_TIMEOUT_S
+        while others and not self._killed and self._read_verdict() is None:
+            if asyncio.get_running_loop().time() >= limit:
+                break
+            await asyncio.sleep(0.02)
         self.kill()
         await asyncio.wait(endings)
         await asyncio.to_thread(self._referee.close)
-        verdict = verdict or await self._verdict(wait=False)
-        blamed = [rank for rank in verdict.culprits if rank >= 0] if verdict is not None else []
+        blamed = [rank for rank in self._verdict.culprits if rank >= 0] if self._verdict is not None else []
         self._culprit = blamed[0] if blamed else first
-        return End(how=endings[self._culprit].result(), rank=self._culprit, verdict=verdict)
+        return End(how=endings[self._culprit].result(), rank=self._culprit, verdict=self._verdict)
 
-    async def _verdict(self, *, wait: bool) -> DistributedFailure | None:
-        assert self._directory is not None
+    def _read_verdict(self) -> DistributedFailure | None:
+        """None until there is one."""
+        if self._directory is None:
+            return None
         path = Path(self._directory) / "failure.json"
-        limit = asyncio.get_running_loop().time() + (VERDICT_TIMEOUT_S if wait else 0.0)
-        while not path.exists():  # renamed into place, so it is whole
-            if asyncio.get_running_loop().time() >= limit:
-                return None
-            await asyncio.sleep(0.02)
+        if not path.exists():  # renamed into place, so it is whole
+            return None
         try:
             return read_report(str(path))
         except (OSError, ValueError, KeyError, TypeError):

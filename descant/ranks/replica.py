@@ -67,6 +67,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 1.0
+WATCH_GRACE_S = 5.0
 
 
 class Replica:
@@ -209,6 +210,8 @@ class Replica:
         ended = asyncio.create_task(link.ended())
         since, stopped, how = 0.0, 0, ""
         now = asyncio.get_running_loop().time
+        several = self._settings.ranks_per_replica > 1  # they have the same limit, and know who is late
+        limit = self._settings.turn_timeout_s + (WATCH_GRACE_S if several else 0.0)
         while not ended.done():
             await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
             number, runs = link.board()
@@ -221,7 +224,7 @@ class Replica:
             stopped = stopped + 1 if held else 0
             if how or ended.done():
                 continue
-            if now() - since > self._settings.turn_timeout_s:
+            if now() - since > limit:
                 how = f"was ended, having been silent for {self._settings.turn_timeout_s:g} s"
                 link.kill()
             elif stopped > 1:

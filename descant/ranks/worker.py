@@ -44,6 +44,7 @@ from descant.types import (
     Manifest,
     ModelCreated,
     OptimStep,
+    OptimStepOutput,
     Refused,
     Result,
     Snapshot,
@@ -109,7 +110,7 @@ class Worker:
         self.capabilities = EngineCapabilities()
         self._model = model
         self._settings = settings
-        self._rank = peers.rank
+        self._peers = peers
         self._learner = Learner(
             model,
             computed_as=losses.computed_as() if losses is not None else {},
@@ -207,7 +208,7 @@ class Worker:
                 self._open(command)
             except DescantError as error:
                 refused[key] = error
-        for parts in turn.shares[self._rank]:
+        for parts in turn.shares[self._peers.rank]:
             self._learner.run([part for part in parts if part.request not in refused], backward=turn.backward)
         return Report(
             refused=refused,
@@ -282,8 +283,7 @@ class Worker:
             case CreateModel():
                 return self._create(command, loaded)
             case OptimStep():
-                with bank.held(model_id):  # before the learner forgets why a gradient was lost
-                    return self._learner.optim_step(model_id, command.adam_params)
+                return self._optim_step(command)
             case Snapshot():
                 pending = self._learner.has_pending_gradient(model_id)
                 return self._snapshots.take(command, has_pending_gradient=pending)
@@ -308,6 +308,28 @@ class Worker:
                     return self._learner.close((model_id, command.seq_id))
                 finally:
                     self._let_go([(model_id, command.seq_id)])
+
+    def _optim_step(self, command: OptimStep) -> OptimStepOutput:
+        """Where ranks add their gradients up, an error that is not the same on all of them leaves the others waiting:
+        it is the end of the replica."""
+        bank, model_id = self._model.bank, command.model_id
+        try:
+            bank.hold(model_id)  # before the learner forgets why a gradient was lost
+        except ServerError as error:
+            raise self._alone(command, error) from error
+        try:
+            return self._learner.optim_step(model_id, command.adam_params)
+        except DescantError:
+            raise
+        except Exception as error:
+            raise self._alone(command, error) from error
+        finally:
+            bank.let_go(model_id)
+
+    def _alone(self, command: Command, error: Exception) -> Exception:
+        if self._peers.num_ranks == 1:
+            return error
+        return self._peers.over(f"{type(command).__name__} of model {command.model_id}", error)
 
     def _create(self, command: CreateModel, loaded: CheckpointTensors | None) -> ModelCreated:
         bank, model_id = self._model.bank, command.model_id

@@ -142,6 +142,16 @@ def ranks_and_referees() -> list[int]:
     return found
 
 
+async def test_a_rank_that_stays_away_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings = replace(SETTINGS, turn_timeout_s=1.0)
+    async with tiny_ranks(tmp_path_factory, settings=settings, build="build_odd") as replica:
+        model = Model(replica, "sleeps")
+        await result(model.create())
+        with pytest.raises(RankDied, match=r"rank 1 .*while it ran: a training pass.*did not end within 1\.\d s"):
+            await result(model.backward())
+    assert ranks_and_referees() == []
+
+
 @pytest.mark.parametrize("when", ["in a turn", "idle"])
 @pytest.mark.parametrize("rank", [0, 1], ids=["the leader", "a follower"])
 @pytest.mark.parametrize(
