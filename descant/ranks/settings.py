@@ -64,6 +64,16 @@ class RankSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """Ranks on the machines of a Ray cluster; needs the extra ``descant[ray]``."""
+
+    address: str | None = None
+    """The cluster's head, as host:port, or "auto" for the one that this machine belongs to. None: no Ray."""
+    placement_timeout_s: float = 60.0
+    """How long to wait for the cluster: to be reached, to have room for a rank, to start what starts it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """What a loss without a public definition is computed as, if the operator says so. None: it is refused."""
 

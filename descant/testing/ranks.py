@@ -123,6 +123,7 @@ class _ForkedRank:
 
     def __init__(self, process: Any, channel: ServerChannel, board: Board):
         self.pid: int = process.pid
+        self.node = ""
         self.board = board
         self._process, self._channel = process, channel
         self._ended = asyncio.Event()
