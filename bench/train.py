@@ -35,7 +35,7 @@ def tenants(model: BaseModel, count: int, options: argparse.Namespace) -> Tenant
 
 
 def set_mode(model: BaseModel, mode: str) -> None:
-    model.compiled = model.head.compiled = mode == "compiled"
+    model.compiled = mode == "compiled"
 
 
 def profile(tenants: Tenants, file: Path) -> None:

@@ -7,12 +7,13 @@ import inspect
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from descant.errors import ServerError
 from descant.ports import Clock, FutureStore
+from descant.service.presence import Client
 from descant.types import Answer, Encoded
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ RATE_WINDOW = 32
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of.
+    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of. ``client``:
+    who waits for it, if it is given up without.
 
     ``submitted``: the backend has it; until then it waits for its turn in the order of its model.
     ``on_end`` is called once, however it ends.
@@ -40,6 +42,7 @@ class Job:
     model_id: str | None = None
     seq_id: int = 0
     num_tokens: int = 0
+    client: Client | None = None
     accepted_at: float = 0.0
     on_end: Callable[[], None] | None = None
     submitted: bool = False
@@ -58,7 +61,7 @@ class Jobs:
         self._passes: dict[str, deque[tuple[float, int]]] = {}
         self._last_end: dict[str, float] = {}
 
-    def __iter__(self) -> Iterable[Job]:
+    def __iter__(self) -> Iterator[Job]:
         return iter(list(self._jobs.values()))
 
     def __len__(self) -> int:

@@ -86,6 +86,8 @@ class _Request:
     """The datums of each pass that is in its gradient."""
     losses: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    finite: bool | None = None
+    """Whether all of its gradient row is, as its last pass found; None: nobody looked."""
     error: DescantError | None = None
 
     def __str__(self) -> str:
@@ -173,7 +175,8 @@ class Learner:
         opened = self._open[request]
         if opened.error is None and opened.gradient is not None:
             try:
-                _check_finite(self._model.bank.gradient_row(opened.rank_class, opened.gradient), "the gradient")
+                row = self._model.bank.gradient_row(opened.rank_class, opened.gradient)
+                _check_finite(_is_finite(row) if opened.finite is None else opened.finite, "the gradient")
             except UserError as error:
                 opened.error = error
         return Contribution(losses=opened.losses, logprobs=opened.logprobs, passes=opened.passes, error=opened.error)
@@ -221,13 +224,13 @@ class Learner:
             },
         )
 
-    def refuse(self, request: RequestKey, why: DescantError) -> None:
-        """Another rank could not open it: as if it had been refused here."""
-        opened = self._open.pop(request, None)
+    def refuse(self, command: ForwardBackward, why: DescantError) -> None:
+        """Some rank could not open it: as if this one could not. The model is there."""
+        opened = self._open.pop((command.model_id, command.seq_id), None)
         if opened is not None:
             self._discard(opened)
-            if opened.gradient is not None:
-                self.lose_gradient(opened.command.model_id, f"{opened} failed: {why}")
+        if not command.forward_only:
+            self.lose_gradient(command.model_id, f"forward_backward with seq_id {command.seq_id} failed: {why}")
 
     def abandon(self, request: RequestKey) -> None:
         """Drops an open request without a result (its caller is gone). Idempotent."""
@@ -334,7 +337,7 @@ class Learner:
         else:
             row.add_(own)
             if alone:
-                _check_finite(row, "the sum of this gradient and those before it")
+                _check_finite(_is_finite(row), "the sum of this gradient and those before it")
             own.copy_(row)
             bank.free_scratch(opened.rank_class, opened.gradient)
         adapter.gradient_free = False
@@ -422,7 +425,7 @@ class Learner:
         began = self._seconds()
         try:
             packed = pack(items, self._model.device, share=self._share_prefixes)
-            loss_P, logprobs_PK = self._forward_backward(packed, backward=backward)
+            loss_P, logprobs_PK, finite = self._forward_backward(packed, backward=backward)
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
             if self._model.sharded:
@@ -435,6 +438,7 @@ class Learner:
             loss_L = loss_P[places]
             opened.losses[item.index] = float(loss_L.sum(dtype=np.float64))
             opened.logprobs[item.index] = logprobs
+            opened.finite = finite.get(item.request)
             if opened.error is None and not math.isfinite(opened.losses[item.index]):
                 opened.error = _not_finite(item, loss_L, logprobs)
         adapters, flops = len({item.row for item in packed.items}), self._flops(packed)
@@ -457,9 +461,13 @@ class Learner:
             flops += arithmetic.flops(tokens, lora_params * tokens, square, backward=item.gradient is not None)
         return flops
 
-    def _forward_backward(self, packed: Packed, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-        """float32 loss [P], NaN where it or its derivative is not finite, and log-probabilities [P, K]. Gradients have
-        gone into the segments' rows. ``backward``: the layers' backward runs, even if no segment wants a gradient."""
+    def _forward_backward(
+        self, packed: Packed, *, backward: bool
+    ) -> tuple[np.ndarray, np.ndarray, dict[RequestKey, bool]]:
+        """float32 loss [P], NaN where it or its derivative is not finite, log-probabilities [P, K], and whether the
+        gradients are finite of those requests that are complete with this pass. Gradients have gone into the segments'
+        rows. ``backward``: the layers' backward runs, even if no segment wants a gradient. The device is waited for
+        once, at the end."""
         through_layers, backward = backward, backward or any(s.gradient is not None for s in packed.segments)
         loss_P = torch.zeros(len(packed.targets_PK), dtype=torch.float32, device=self._model.device)
         with torch.set_grad_enabled(backward):
@@ -483,7 +491,28 @@ class Learner:
                 head = logprobs(None)
                 chunk_loss = _chunk_loss(packed, loss_P, _sequence_ratio(packed, head.logprobs_PK))
                 chunk_loss(slice(0, len(loss_P)), head.logprobs_PK)
-        return loss_P.cpu().numpy(), head.logprobs_PK.detach().cpu().numpy()
+            complete = self._complete_with(packed.items)
+            extremes = [
+                torch.stack(torch.aminmax(self._model.bank.gradient_row(opened.rank_class, opened.gradient)))
+                for opened in complete.values()
+                if opened.gradient is not None
+            ]
+            results = torch.cat([loss_P, head.logprobs_PK.flatten(), *extremes]).cpu().numpy()
+        loss, chosen, rest = np.split(results, np.cumsum([loss_P.numel(), head.logprobs_PK.numel()]))
+        finite = np.isfinite(rest.reshape(-1, 2)).all(axis=1).tolist()  # NaN in, NaN out
+        return loss, chosen.reshape(head.logprobs_PK.shape), dict(zip(complete, finite, strict=True))
+
+    def _complete_with(self, items: Sequence[Item]) -> dict[RequestKey, _Request]:
+        """The requests with a gradient of whose datums none is missing when these are done."""
+        done: dict[RequestKey, set[int]] = {}
+        for item in items:
+            done.setdefault(item.request, set()).add(item.index)
+        opened = {request: self._open[request] for request in done}
+        return {
+            request: opened
+            for request, opened in opened.items()
+            if opened.gradient is not None and len(done[request] | opened.losses.keys()) == len(opened.command.data)
+        }
 
     def _logprobs_of_sequence_losses(
         self, packed: Packed, hidden_TD: torch.Tensor, lora: LoraPass | None
@@ -557,9 +586,13 @@ def _not_finite(item: Item, loss_L: np.ndarray, logprobs: np.ndarray) -> UserErr
     )
 
 
-def _check_finite(row: torch.Tensor, what: str) -> None:
+def _is_finite(row: torch.Tensor) -> bool:
     lowest, highest = torch.aminmax(row)  # NaN in, NaN out
-    if not bool(lowest.isfinite() & highest.isfinite()):
+    return bool(lowest.isfinite() & highest.isfinite())
+
+
+def _check_finite(finite: bool, what: str) -> None:
+    if not finite:
         raise UserError(f"{what} is not finite, expected finite numbers, although the loss of every datum is")
 
 

@@ -225,6 +225,57 @@ def test_sampling(training: tinker.TrainingClient, service: tinker.ServiceClient
     assert base.sample(prompt(), 1, greedy).result(END_S).sequences[0].tokens != before.sequences[0].tokens
 
 
+def test_scores_of_prompts_and_samples(training: tinker.TrainingClient):
+    step(training, [datum(9, 1)])
+    sampler = training.save_weights_and_get_sampling_client().result(END_S)
+    asked = prompt(30)
+    tokens = asked.to_ints()
+    whole = sampler.compute_logprobs(asked).result(END_S)
+    end = sampler.compute_logprobs(asked, prompt_logprobs_last_n=4).result(END_S)
+    assert end[:26] == [None] * 26
+    np.testing.assert_allclose(end[26:], whole[26:], atol=1e-4)
+
+    ids = torch.full((29, 3), -1)
+    ids[:, 1] = torch.tensor(tokens[1:])
+    ids[28, 2] = 5
+    for target in (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1)):
+        response = sampler.sample(asked, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=target).result(
+            END_S
+        )
+        assert response.prompt_logprobs is None
+        assert response.target_prompt_logprobs is not None
+        got = response.target_prompt_logprobs.to_torch()
+        assert got.shape == (29, 3)
+        assert (got[ids < 0] == 0).all()
+        np.testing.assert_allclose(got[:, 1], whole[1:], atol=1e-4)
+        other = sampler.compute_logprobs(types.ModelInput.from_ints([*tokens[:29], 5])).result(END_S)
+        assert float(got[28, 2]) == pytest.approx(other[-1], abs=1e-4)
+
+    params = types.SamplingParams(max_tokens=6, temperature=0.5, seed=1, stop=[])
+    response = sampler.sample(asked, 2, params, topk_sample_logprobs=4, prompt_alt_tokens_k=3).result(END_S)
+    assert response.prompt_alt_tokens is not None
+    drawn, drawn_logprobs = response.prompt_alt_tokens.tokens.to_torch(), response.prompt_alt_tokens.logprobs.to_torch()
+    assert drawn.shape == drawn_logprobs.shape == (29, 3)
+    scored = sampler.sample(
+        asked, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=types.TensorData.from_torch(drawn)
+    ).result(END_S)
+    assert scored.target_prompt_logprobs is not None
+    np.testing.assert_allclose(drawn_logprobs, scored.target_prompt_logprobs.to_torch(), atol=1e-4)
+    for sequence in response.sequences:
+        assert sequence.topk_logprobs is not None
+        assert sequence.logprobs is not None
+        assert len(sequence.topk_logprobs) == 6
+        for token, logprob, likely in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+            assert likely is not None
+            assert len(likely) == 4
+            assert dict(likely).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+
+    with pytest.raises(tinker.BadRequestError, match="topk_sample_logprobs is 21, expected 0 to 20"):
+        sampler.sample(asked, 1, params, topk_sample_logprobs=21).result(END_S)
+    with pytest.raises(tinker.RequestFailedError, match="prompt_logprobs_last_n is 30, expected 1 to 29"):
+        sampler.compute_logprobs(asked, prompt_logprobs_last_n=30).result(END_S)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Several people
 
