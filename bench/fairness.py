@@ -34,7 +34,7 @@ LIGHT = 7
 
 class Tenant:
     def __init__(self, replica: Replica, model: BaseModel, name: str, sequences: int, length: int):
-        self._replica, self._name, self._seq_ids = replica, name, itertools.count(1)
+        self._replica, self.name, self._seq_ids = replica, name, itertools.count(1)
         random = np.random.default_rng(len(name))
         streams = random.integers(0, model.facts.vocab_size, (sequences, length + 1))
         self._data = tuple(
@@ -46,16 +46,16 @@ class Tenant:
         )
 
     async def create(self) -> None:
-        await self._replica.submit(CreateModel(model_id=self._name, lora=LoraConfig(rank=16, seed=0)))
+        await self._replica.submit(CreateModel(model_id=self.name, lora=LoraConfig(rank=16, seed=0)))
 
     async def step(self) -> float:
         """Milliseconds."""
         began = time.perf_counter()
         backward = self._replica.submit(
-            ForwardBackward(model_id=self._name, seq_id=next(self._seq_ids), data=self._data, loss_fn="cross_entropy")
+            ForwardBackward(model_id=self.name, seq_id=next(self._seq_ids), data=self._data, loss_fn="cross_entropy")
         )
         update = self._replica.submit(
-            OptimStep(model_id=self._name, seq_id=next(self._seq_ids), adam_params=AdamParams(learning_rate=1e-5))
+            OptimStep(model_id=self.name, seq_id=next(self._seq_ids), adam_params=AdamParams(learning_rate=1e-5))
         )
         await asyncio.gather(backward, update)
         return 1000 * (time.perf_counter() - began)
@@ -90,6 +90,8 @@ async def measure(model: BaseModel, options: argparse.Namespace) -> dict[str, ob
     burden.cancel()
     await asyncio.gather(burden, return_exceptions=True)
     await replica.close()
+    for tenant in [heavy, *light]:
+        model.bank.delete(tenant.name)
     p95 = [float(np.percentile(taken, 95)) for taken in (alone, beside)]
     p50 = [float(np.percentile(taken, 50)) for taken in (alone, beside)]
     return {
