@@ -209,7 +209,7 @@ class Replica:
     async def _watch_link(self, link: Link) -> None:
         """Until the ranks have ended; then everything pending fails. Ends them when one hangs in a turn."""
         ended = asyncio.create_task(link.ended())
-        since, stopped, how = 0.0, 0, ""
+        since, stopped, how, rank = 0.0, 0, "", 0
         now = asyncio.get_running_loop().time
         several = self._settings.ranks_per_replica > 1  # they have the same limit, and know who is late
         limit = self._settings.turn_timeout_s + (WATCH_GRACE_S if several else 0.0)
@@ -228,12 +228,12 @@ class Replica:
             if now() - since > limit:
                 how = f"was ended, having been silent for {self._settings.turn_timeout_s:g} s"
                 link.kill()
-            elif stopped > 1:
-                how = "was ended, having been stopped by a signal"
+            elif stopped > (3 if several else 1):  # several have a referee, which sees it sooner
+                how, rank = "was ended, having been stopped by a signal", held[0]
                 link.kill()
         end = ended.result()
         if how and end.verdict is None:
-            end = replace(end, how=how, rank=None if end.rank is None else (held or [end.rank])[0])
+            end = replace(end, how=how, rank=rank if several else None)
         _, runs = link.board()
         if self._ready is not None and not self._ready.done():
             runs = self._phase
