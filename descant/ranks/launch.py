@@ -44,8 +44,12 @@ EXIT_TIMEOUT_S = 1.0
 """How long the rest of a rank may take once a part of it has ended: its output, its channel, its process."""
 STOP_TIMEOUT_S = 5.0
 """How long ranks may take to end one after another when they were told to."""
+VERDICT_INTERVAL_S = 0.25
+"""How often it is looked whether there is a verdict, though no rank has ended."""
 VERDICT_TIMEOUT_S = 1.0
-"""How long the referee may take to say why a rank has ended; it is usually there before the rank is gone."""
+"""How long the referee may take to say why a rank has ended; it usually has before the rank is gone."""
+LAST_WORDS_S = 0.2
+"""What ranks have from a verdict on to tell their logs of it."""
 
 Phase = Callable[[str], None]
 Receive = Callable[[FromRank], None]
@@ -158,33 +162,41 @@ class Ranks:
 
     async def ended(self) -> End:
         endings = [asyncio.create_task(process.exited()) for process in self._ranks]
-        done, others = await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
         if self._referee is None:
-            return End(how=endings[0].result())
-        if others and self._stopping:
-            done, others = await asyncio.wait(endings, timeout=STOP_TIMEOUT_S)
-        first = min(rank for rank, ending in enumerate(endings) if ending in done)
+            return End(how=await endings[0])
+        done: set[asyncio.Task[str]] = set()
+        while not done and self._read_verdict() is None:
+            done, _ = await asyncio.wait(endings, timeout=VERDICT_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+        if self._stopping:
+            done, _ = await asyncio.wait(endings, timeout=STOP_TIMEOUT_S)
         limit = asyncio.get_running_loop().time() + VERDICT_TIMEOUT_S
-        while others and not self._killed and self._read_verdict() is None:
-            if asyncio.get_running_loop().time() >= limit:
-                break
-            await asyncio.sleep(0.02)
+        while not self._killed and asyncio.get_running_loop().time() < limit and len(done) < len(endings):
+            if self._read_verdict() is not None:
+                limit = min(limit, asyncio.get_running_loop().time() + LAST_WORDS_S)
+            done, _ = await asyncio.wait(endings, timeout=0.02, return_when=asyncio.ALL_COMPLETED)
+        by_themselves = [ending.done() for ending in endings]
         self.kill()
         await asyncio.wait(endings)
         await asyncio.to_thread(self._referee.close)
+        self._verdict = self._verdict or self._read_verdict(
+            "failure.rank*.json"
+        )  # without a referee each writes its own
         blamed = [rank for rank in self._verdict.culprits if rank >= 0] if self._verdict is not None else []
-        self._culprit = blamed[0] if blamed else first
-        return End(how=endings[self._culprit].result(), rank=self._culprit, verdict=self._verdict)
+        self._culprit = blamed[0] if blamed else (*(r for r, ended in enumerate(by_themselves) if ended), 0)[0]
+        how = endings[self._culprit].result()
+        if not by_themselves[self._culprit]:
+            how = f"(process {self.pids[self._culprit]}) was ended"
+        return End(how=how, rank=self._culprit, verdict=self._verdict)
 
-    def _read_verdict(self) -> DistributedFailure | None:
+    def _read_verdict(self, name: str = "failure.json") -> DistributedFailure | None:
         """None until there is one."""
         if self._directory is None:
             return None
-        path = Path(self._directory) / "failure.json"
-        if not path.exists():  # renamed into place, so it is whole
+        found = sorted(Path(self._directory).glob(name))  # renamed into place, so it is whole
+        if not found:
             return None
         try:
-            return read_report(str(path))
+            return read_report(str(found[0]))
         except (OSError, ValueError, KeyError, TypeError):
             log.exception("the referee's report cannot be read")
             return None

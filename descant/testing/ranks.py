@@ -23,6 +23,7 @@ import torch
 
 from descant.dist.process import process_status
 from descant.errors import DescantError, RankDied, ServerError, UserError
+from descant.model.bank import Adapter
 from descant.model.load import ModelSource, load_model
 from descant.ranks import rank_main
 from descant.ranks.channel import Board, RankChannel, ServerChannel
@@ -88,6 +89,15 @@ def build_odd_from_the_start(spec: RankSpec, phase: Callable[[str], None], peers
 class _Odd(Worker):
     def __init__(self, worker: Worker):
         self.__dict__.update(worker.__dict__)
+        bank = self._model.bank
+        hold = bank.hold
+
+        def hold_most(model_id: str) -> Adapter:
+            if model_id == "cannot come back":
+                raise ServerError("its file cannot be read here")
+            return hold(model_id)
+
+        bank.hold = hold_most  # type: ignore[method-assign]
 
     def begin_microbatch(self, turn: Microbatch) -> Report:
         models = {part.request[0] for part in turn.parts}

@@ -121,6 +121,16 @@ async def test_ranks_that_are_not_the_same_any_more_end_together(tmp_path_factor
         await result(Model(replica).create())
 
 
+async def test_a_step_that_one_rank_cannot_make_leaves_nobody_waiting(odd: Replica) -> None:
+    """The others are where gradients are added up."""
+    model = Model(odd, "cannot come back")
+    await result(model.create())
+    await error(model.backward(), ServerError)  # it could not be opened: nobody has
+    with pytest.raises(RankDied, match=r"rank 1 .*OptimStep of model cannot come back failed there alone: its file"):
+        async with asyncio.timeout(2 * NOTICED_S):
+            await result(model.step())
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 async def test_a_rank_that_cannot_start_says_why(tmp_path_factory: pytest.TempPathFactory, num_ranks: int) -> None:
     with pytest.raises(UserError, match="cannot be served here"):
@@ -191,6 +201,24 @@ async def test_the_death_of_a_rank_is_everybodys_and_names_it(
         again = Model(replica, "again")
         await result(again.create())
         await again.train(1)
+    assert ranks_and_referees() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_without_a_referee_there_is_no_replica(
+    tmp_path_factory: pytest.TempPathFactory, number: signal.Signals
+) -> None:
+    async with tiny_ranks(tmp_path_factory) as replica:
+        model = Model(replica)
+        await result(model.create())
+        (referee,) = ranks_and_referees()
+        os.kill(referee, number)
+        with pytest.raises(RankDied, match="the referee"):
+            async with asyncio.timeout(2 * NOTICED_S):
+                while True:
+                    await result(model.forward())
+        await replica.restart()
+        await result(model.create())
     assert ranks_and_referees() == []
 
 
