@@ -94,7 +94,8 @@ class Replica:
         self._died: RankDied | None = None
         self.death: Death | None = None
         """The last."""
-        self._turn, self._turn_since = -1, 0.0
+        self._turn_since = 0.0
+        """When what runs was first seen, by the loop's clock; now, while nothing is asked for."""
         self._closing = False
         self._num_calls = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -209,23 +210,20 @@ class Replica:
     async def _watch_link(self, link: Link) -> None:
         """Until the ranks have ended; then everything pending fails. Ends them when one hangs in a turn."""
         ended = asyncio.create_task(link.ended())
-        since, stopped, how, rank = 0.0, 0, "", 0
+        turn, stopped, how, rank = -1, 0, "", 0
         now = asyncio.get_running_loop().time
+        self._turn_since = now()
         several = self._settings.ranks_per_replica > 1  # they have the same limit, and know who is late
         limit = self._settings.turn_timeout_s + (WATCH_GRACE_S if several else 0.0)
         while not ended.done():
             await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
             number, runs = link.board()
-            if number != self._turn:
-                self._turn, self._turn_since = number, now()
-                since = now()
-            elif not (runs or self._calls or self._samples):
-                since = now()
-            held = link.stopped()
-            stopped = stopped + 1 if held else 0
+            if number != turn or not (runs or self._calls or self._samples):
+                turn, self._turn_since = number, now()
+            stopped = stopped + 1 if (held := link.stopped()) else 0
             if how or ended.done():
                 continue
-            if now() - since > limit:
+            if now() - self._turn_since > limit:
                 how = f"was ended, having been silent for {self._settings.turn_timeout_s:g} s"
                 link.kill()
             elif stopped > (3 if several else 1):  # several have a referee, which sees it sooner
