@@ -24,12 +24,11 @@ import numpy as np
 from descant.errors import DescantError, Overloaded, ServerError, UserError
 from descant.sample.chance import stream_seed
 from descant.sample.check import check_request
+from descant.sample.drafter import DraftContext, Drafter
 from descant.sample.pages import PAGE_TOKENS, PageAllocator, page_key, pages_for, root_key
+from descant.sample.scores import PromptChunk, PromptRows, PromptScorer, empty_topk, fill_topk
 from descant.sample.stops import StopText
-from descant.types import PromptScores, SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
-
-EMPTY_TOPK = (0, -99999.0)
-"""The protocol's empty cell of a top-k table: token id and log-probability."""
+from descant.types import SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,13 @@ class SampleLimits:
     eos_token_ids: tuple[int, ...]
     max_num_samples: int = 1024
     max_topk: int = 20
-    """Alternatives a prompt position, at most."""
+    """Alternatives a position, at most."""
+    draft_tokens: int = 4
+    """Tokens guessed ahead for a sequence, at most, where there is a drafter."""
+    chunk_tokens: int | None = None
+    """Prompts are prefilled up to multiples of this, and drawn tokens are always computed one by one, also after a
+    preemption: what is computed together does not depend on what else runs. At most ``step_tokens``. None: as it
+    comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,8 @@ class SequenceStep:
 
     ``tokens``: its next input tokens (a prompt's chunk, or the token sampled last), whose first has position
     ``context``; ``pages``: its page ids, at least enough for ``context + len(tokens)``. ``sample``: draw the next token
-    from the last position's logits.
+    from the last position's logits. ``draft``: guesses of what is drawn then; as many as come true are drawn in this
+    step, and one token more. Only behind a single token, and with pages for them.
     """
 
     sequence: int
@@ -70,10 +76,13 @@ class SequenceStep:
     seed: int
     draw: int
     """How many tokens this sequence has drawn before: with ``seed`` it fixes this draw, whatever the batch."""
-    score_targets: tuple[int, ...] | None = None
-    """The prompt's token after each of ``tokens`` that has one: their log-probabilities at temperature 1 are wanted."""
     topk: int = 0
-    """How many alternatives a scored position wants."""
+    """How many of the likeliest tokens are wanted beside a drawn one."""
+    prompt: PromptChunk | None = None
+    """What is asked of the prompt's tokens among ``tokens``."""
+    draft: tuple[int, ...] = ()
+    drawn: bool = False
+    """``tokens`` were drawn by the sequence, none is its prompt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,21 +91,22 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.sequences)
+        return sum(len(s.tokens) + len(s.draft) for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """``token`` None when nothing was drawn. ``scores`` float list per scored token; ``topk`` its (ids, logprobs).
+    """``tokens`` drawn, with their ``logprobs`` and, where asked for, the likeliest tokens at each, (ids, logprobs)
+    falling. ``prompt`` answers the step's.
 
     ``error``: what went wrong with this sequence alone (logits that are not finite); its request fails, no other.
     """
 
     sequence: int
-    token: int | None
-    logprob: float
-    scores: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
     topk: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
+    prompt: PromptRows | None = None
     error: str | None = None
 
 
@@ -117,6 +127,7 @@ class _Sequence:
     stop_text: StopText | None
     drawn: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     told: int = 0
     pages: list[int] = field(default_factory=list)
     page_tuple: tuple[int, ...] = ()
@@ -161,7 +172,7 @@ class _Sequence:
 class _Request:
     """``version``: which it is with now; ``inflight`` ones change it.
 
-    ``scorer`` is the sequence that computes the whole prompt for its scores, whatever pages are there already.
+    ``scorer`` is the sequence that computes the prompt for ``scores``, whatever pages of that part are there already.
     """
 
     number: int
@@ -174,8 +185,7 @@ class _Request:
     open: int = 0
     started: bool = False
     scorer: _Sequence | None = None
-    scores: list[float] = field(default_factory=list)
-    topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    scores: PromptScorer | None = None
     scores_told: bool = False
     keys: list[bytes] = field(default_factory=list)
 
@@ -189,24 +199,9 @@ class _Request:
         return self.keys
 
     @property
-    def wants_scores(self) -> bool:
-        return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
-
-    @property
-    def scored(self) -> bool:
-        return len(self.scores) == len(self.prompt) - 1
-
-    def prompt_scores(self) -> PromptScores:
-        k = self.request.topk_prompt_logprobs
-        topk = None
-        if k:
-            ids = np.full((len(self.prompt), k), EMPTY_TOPK[0], np.int32)
-            logprobs = np.full((len(self.prompt), k), EMPTY_TOPK[1], np.float32)
-            for row, (row_ids, row_logprobs) in enumerate(self.topk, start=1):
-                ids[row, : len(row_ids)] = row_ids
-                logprobs[row, : len(row_logprobs)] = row_logprobs
-            topk = TopK(token_ids=ids, logprobs=logprobs)
-        return PromptScores(logprobs=np.array([np.nan, *self.scores], np.float32), topk=topk)
+    def unscored(self) -> PromptScorer | None:
+        """What is still to be computed of the prompt's scores."""
+        return None if self.scores is None or self.scores.done else self.scores
 
 
 class Scheduler:
@@ -224,6 +219,7 @@ class Scheduler:
         decode_text: Callable[[Sequence[int]], str],
         fresh_seed: Callable[[], int],
         keeps_prefixes: bool = True,
+        drafter: Drafter | None = None,
     ):
         """``decode_text`` (the tokenizer's, special tokens spelled out) serves stop strings; ``fresh_seed`` requests
         without a seed. ``keeps_prefixes`` False: every sequence computes all its tokens, as a reference."""
@@ -231,6 +227,7 @@ class Scheduler:
         self._decode_text = decode_text
         self._fresh_seed = fresh_seed
         self._keeps_prefixes = keeps_prefixes
+        self._drafter = drafter
         self._computing: dict[bytes, _Sequence] = {}
         self._released: set[Version] = set()  # while requests still run with them
         self._pages = PageAllocator(limits.num_pages)
@@ -244,6 +241,9 @@ class Scheduler:
         self._preemptions = 0
         self._prefilled_tokens = 0
         self._hit_tokens = 0
+        self._drafted_steps = 0
+        self._drafted_tokens = 0
+        self._accepted_tokens = 0
         self._crossings = 0
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -280,6 +280,8 @@ class Scheduler:
         )
         self._next_request += 1
         seed = self._fresh_seed() if params.seed is None else params.seed
+        if PromptScorer.asked_for(request):
+            entry.scores = PromptScorer(request, prompt, seed)
         for sample in range(request.num_samples):
             sequence = _Sequence(
                 id=self._next_sequence,
@@ -349,8 +351,9 @@ class Scheduler:
     def stats(self) -> dict[str, int]:
         """``waiting`` (sequences, preempted ones included), ``waiting_requests`` (that have not begun), ``running``,
         ``free_pages`` (those with kept prefixes included), ``used_pages``, ``kept_pages``; since the start
-        ``preemptions``, ``prefilled_tokens``, ``hit_tokens`` (not computed, since their pages were there) and
-        ``crossings`` (of running sequences to a newer version)."""
+        ``preemptions``, ``prefilled_tokens``, ``hit_tokens`` (not computed, since their pages were there),
+        ``crossings`` (of running sequences to a newer version), ``drafted_steps`` (of one sequence each),
+        ``drafted_tokens`` and ``accepted_tokens``."""
         return {
             "waiting": len(self._sequences) - len(self._running),
             "waiting_requests": self._num_waiting_requests(),
@@ -362,6 +365,9 @@ class Scheduler:
             "prefilled_tokens": self._prefilled_tokens,
             "hit_tokens": self._hit_tokens,
             "crossings": self._crossings,
+            "drafted_steps": self._drafted_steps,
+            "drafted_tokens": self._drafted_tokens,
+            "accepted_tokens": self._accepted_tokens,
         }
 
     def _num_waiting_requests(self) -> int:
@@ -387,26 +393,59 @@ class Scheduler:
             ):  # one token of room beforehand, while pages abound, lets the sampler compute ahead
                 sequence.pages += self._pages.take(1)
 
-        steps = [self._step(sequence, 1) for sequence in self._running if sequence.remaining == 1]
+        decoding = [s for s in self._running if s.remaining == 1 or self._replays(s)]
+        steps = [self._step(s, 1, draft) for s, draft in zip(decoding, self._drafts(decoding), strict=True)]
         budget = self._limits.step_tokens
         for sequence in self._running:
-            if sequence.remaining > 1 and budget:
-                steps.append(self._step(sequence, min(sequence.remaining, budget)))
-                budget -= len(steps[-1].tokens)
+            if sequence.remaining > 1 and not self._replays(sequence) and (count := self._count(sequence, budget)):
+                steps.append(self._step(sequence, count))
+                budget -= count
         if self._preemptions == preemptions:
             admissions = self._admissions()
             while budget and (admitted := next(admissions, None)) is not None:
-                steps.append(self._step(admitted, min(admitted.remaining, budget)))
-                budget -= len(steps[-1].tokens)
+                if (count := self._count(admitted, budget)) == 0:
+                    break  # it has its pages, and goes on in the next step
+                steps.append(self._step(admitted, count))
+                budget -= count
         if not steps:
             return None
         self._in_flight = StepPlan(sequences=tuple(steps))
         return self._in_flight
 
-    def _step(self, sequence: _Sequence, count: int) -> SequenceStep:
+    def _replays(self, sequence: _Sequence) -> bool:
+        """It computes drawn tokens again, one by one."""
+        return self._limits.chunk_tokens is not None and sequence.computed >= len(sequence.request.prompt)
+
+    def _count(self, sequence: _Sequence, budget: int) -> int:
+        """Tokens of its next step, at most ``budget``."""
+        if (chunk := self._limits.chunk_tokens) is None:
+            return min(sequence.remaining, budget)
+        end = min((sequence.computed // chunk + 1) * chunk, len(sequence.request.prompt))
+        count = max(end - sequence.computed, 1)
+        return count if count <= budget else 0
+
+    def _drafts(self, sequences: Sequence[_Sequence]) -> list[tuple[int, ...]]:
+        if self._drafter is None:
+            return [()] * len(sequences)
+        contexts: dict[int, DraftContext] = {}
+        for sequence in sequences:
+            request = sequence.request
+            limit = min(
+                self._limits.draft_tokens,
+                request.max_tokens - len(sequence.drawn) - 1,  # one more is drawn in any case
+                len(sequence.pages) * PAGE_TOKENS - sequence.length,
+            )
+            if limit > 0 and sequence.remaining == 1 and (request.scorer is not sequence or request.unscored is None):
+                contexts[sequence.id] = DraftContext(
+                    sequence=sequence.id, prompt=request.prompt, drawn=sequence.drawn, limit=limit
+                )
+        proposed = dict(zip(contexts, self._drafter.propose(list(contexts.values())), strict=True))
+        return [proposed.get(sequence.id, ()) for sequence in sequences]
+
+    def _step(self, sequence: _Sequence, count: int, draft: tuple[int, ...] = ()) -> SequenceStep:
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
         params, drawn, length = request.request.sampling_params, sequence.drawn, sequence.length
-        scoring = request.scorer is sequence and not request.scored
+        scores = request.unscored if request.scorer is sequence else None
         if count > 1 or not drawn:
             self._prefilled_tokens += count
         # Nearly all steps are a single drawn token's, and nearly always its pages are those of the step before.
@@ -425,8 +464,10 @@ class Scheduler:
             top_p=params.top_p,
             seed=sequence.seed,
             draw=len(drawn),
-            score_targets=request.prompt[start + 1 : end + 1] if scoring else None,
-            topk=request.request.topk_prompt_logprobs if scoring else 0,
+            topk=request.request.topk_sample_logprobs,
+            prompt=None if scores is None else scores.chunk(start, end),
+            draft=draft,
+            drawn=start >= len(request.prompt),
         )
 
     def _grow(self, sequence: _Sequence) -> None:
@@ -453,11 +494,15 @@ class Scheduler:
                 if len(self._running) >= self._limits.max_running:
                     return
                 sequence = request.waiting[0]
-                scores = request.wants_scores and not request.scored and request.scorer is None
+                scores = request.unscored if request.scorer is None else None
                 # The last token is always computed: its logits are what is drawn from.
                 keys = sequence.page_keys((sequence.length - 1) // PAGE_TOKENS) if self._keeps_prefixes else []
-                prefix = [] if scores else self._pages.find(keys)
-                if not scores and len(prefix) < len(keys) and keys[len(prefix)] in self._computing:
+                # What scores are asked of is computed too, and so are all tokens behind it.
+                usable = keys if scores is None else keys[: (scores.first_position - 1) // PAGE_TOKENS]
+                if self._limits.chunk_tokens is not None:  # what it has drawn itself, others computed otherwise
+                    usable = usable[: len(request.prompt) // PAGE_TOKENS]
+                prefix = self._pages.find(usable)
+                if len(prefix) < len(usable) and usable[len(prefix)] in self._computing:
                     break
                 missing = pages_for(sequence.length) - len(prefix)
                 if missing + sum(self._pages.holders(page) == 0 for page in prefix) > self._pages.num_free:
@@ -469,7 +514,7 @@ class Scheduler:
                 sequence.computed = len(prefix) * PAGE_TOKENS
                 self._hit_tokens += sequence.computed
                 sequence.running = request.started = True
-                if scores:
+                if scores is not None:
                     request.scorer = sequence
                 sequence.claims = [key for key in keys[len(prefix) :] if key not in self._computing]
                 self._computing |= dict.fromkeys(sequence.claims, sequence)
@@ -496,18 +541,37 @@ class Scheduler:
                 self._fail_request(sequence, output.error)
                 continue
             sequence.computed += len(step.tokens)
-            if step.score_targets is not None:
-                request.scores += output.scores
-                request.topk += output.topk
+            if output.prompt is not None and request.scores is not None:
+                request.scores.take(output.prompt)
+            stop_reason = self._append(sequence, output)
+            if step.draft:
+                self._take_guesses(sequence, step, output)
             if sequence.computed // PAGE_TOKENS > sequence.kept:
                 self._keep_pages(sequence)
-            if output.token is not None:
-                deltas += self._append(sequence, output.token, output.logprob)
+            if stop_reason is not None or (output.tokens and request.request.stream):
+                deltas.append(self._delta(sequence, stop_reason))
+            if stop_reason is not None:
+                self._end(sequence)
+                request.open -= 1
+                if request.open == 0:
+                    self._end_request(request)
         return deltas
+
+    def _take_guesses(self, sequence: _Sequence, step: SequenceStep, output: SequenceOutput) -> None:
+        """Those that came true are computed already."""
+        accepted = len(output.tokens) - 1
+        sequence.computed = min(sequence.computed + accepted, sequence.length)  # a stop may have come before
+        self._drafted_steps += 1
+        self._drafted_tokens += len(step.draft)
+        self._accepted_tokens += accepted
+        if self._drafter is not None:
+            self._drafter.accepted(sequence.id, len(step.draft), accepted)
 
     def _keep_pages(self, sequence: _Sequence) -> None:
         """Tells the allocator of the pages that have become full."""
         full = sequence.computed // PAGE_TOKENS
+        if self._limits.chunk_tokens is not None:
+            full = min(full, len(sequence.request.prompt) // PAGE_TOKENS)
         if self._keeps_prefixes and sequence.pure:
             keys = sequence.page_keys(full)
             for index in range(sequence.kept, full):
@@ -518,32 +582,26 @@ class Scheduler:
             sequence.claims = [key for key in sequence.claims if key not in done]
         sequence.kept = full
 
-    def _append(self, sequence: _Sequence, token: int, logprob: float) -> list[SampleDelta]:
+    def _append(self, sequence: _Sequence, output: SequenceOutput) -> StopReason | None:
+        """What was drawn, up to the first token that ends the sequence."""
         request = sequence.request
-        sequence.drawn.append(token)
-        sequence.logprobs.append(logprob)
-        stop_reason: StopReason | None = None
-        if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
-            stop_reason = "stop"
-        elif len(sequence.drawn) >= request.max_tokens:
-            stop_reason = "length"
-        if stop_reason is None and not request.request.stream:
-            return []
-        delta = self._delta(sequence, stop_reason)
-        if stop_reason is not None:
-            self._end(sequence)
-            request.open -= 1
-            if request.open == 0:
-                self._end_request(request)
-        return [delta]
+        for index, token in enumerate(output.tokens):
+            sequence.drawn.append(token)
+            sequence.logprobs.append(output.logprobs[index])
+            sequence.topk += output.topk[index : index + 1]
+            if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
+                return "stop"
+            if len(sequence.drawn) >= request.max_tokens:
+                return "length"
+        return None
 
     def _delta(self, sequence: _Sequence, stop_reason: StopReason | None) -> SampleDelta:
         """What it has drawn and nobody has been told."""
         request = sequence.request
         scores = None
-        if request.wants_scores and request.scored and not request.scores_told:
+        if request.scores is not None and request.scores.done and not request.scores_told:
             request.scores_told = True
-            scores = request.prompt_scores()
+            scores = request.scores.result()
         delta = SampleDelta(
             request_id=request.request.request_id,
             sample=sequence.sample,
@@ -552,6 +610,7 @@ class Scheduler:
             stop_reason=stop_reason,
             version=request.version,
             prompt=scores,
+            topk_logprobs=_topk(sequence.topk[sequence.told :], request.request.topk_sample_logprobs),
         )
         sequence.told = len(sequence.drawn)
         return delta
@@ -590,13 +649,16 @@ class Scheduler:
         sequence.pages, sequence.page_tuple, sequence.computed, sequence.kept = [], (), 0, 0
         sequence.running, sequence.pure = False, True
         self._let_go_of_claims(sequence)
-        if request.scorer is sequence and not request.scored:
-            request.scorer, request.scores, request.topk = None, [], []
+        if request.scorer is sequence and (scores := request.unscored) is not None:
+            request.scorer = None
+            scores.reset()
 
     def _end(self, sequence: _Sequence) -> None:
         if sequence.running:
             self._stop_running(sequence)
         del self._sequences[sequence.id]
+        if self._drafter is not None:
+            self._drafter.ended(sequence.id)
 
     def _end_request(self, request: _Request) -> None:
         members = [s for s in self._running if s.request is request] + request.waiting
@@ -610,3 +672,12 @@ class Scheduler:
         if version in self._released and version not in self.versions():
             self._released.discard(version)
             self._pages.forget(version)
+
+
+def _topk(rows: Sequence[tuple[tuple[int, ...], tuple[float, ...]]], k: int) -> TopK | None:
+    if k == 0:
+        return None
+    topk = empty_topk(len(rows), k)
+    for index, (ids, logprobs) in enumerate(rows):
+        fill_topk(topk, index, np.array([ids], np.int32), np.array([logprobs], np.float32))
+    return topk

@@ -277,7 +277,7 @@ class Routes:
         try:
             body = await call.body()
         except BodyTooLarge as error:
-            raise decode.oversized_forward_backward(error.prefix, call.content_encoding, error.message) from None
+            raise decode.unread_forward_backward(error.prefix, call.content_encoding, error.message) from None
         command = decode.decode_forward_backward(body, call.content_encoding, max_bytes=self._settings.max_body_bytes)
         return submitted_response(await self._service.forward_backward(call.principal, command))
 
@@ -376,6 +376,10 @@ class Routes:
             sampling_params=request.sampling_params.to_params(),
             prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            target_prompt_logprobs=targets.to_tensor() if (targets := request.target_prompt_logprobs) else None,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k or 0,
+            topk_sample_logprobs=request.topk_sample_logprobs or 0,
         )
         return submitted_response(await self._service.sample(call.principal, submission))
 

@@ -22,6 +22,7 @@ from descant.types import (
     SampleRequest,
     SamplerKind,
     SnapshotRef,
+    TopK,
     Version,
 )
 
@@ -171,6 +172,7 @@ class SampleFold:
     def __init__(self, num_samples: int):
         self._tokens: list[list[Int32]] = [[] for _ in range(num_samples)]
         self._logprobs: list[list[Float32]] = [[] for _ in range(num_samples)]
+        self._topk: list[list[TopK]] = [[] for _ in range(num_samples)]
         self._ends: list[SampleDelta | None] = [None] * num_samples
         self._prompt: PromptScores | None = None
         self._versions: dict[Version, None] = {}
@@ -182,6 +184,8 @@ class SampleFold:
             raise ServerError(f"the engine went on with sample {delta.sample} after its end")
         self._tokens[delta.sample].append(delta.tokens)
         self._logprobs[delta.sample].append(delta.logprobs)
+        if delta.topk_logprobs is not None:
+            self._topk[delta.sample].append(delta.topk_logprobs)
         if delta.stop_reason is not None:
             self._ends[delta.sample] = delta
         if delta.prompt is not None:
@@ -200,9 +204,19 @@ class SampleFold:
                     tokens=np.concatenate(self._tokens[sample]).astype(np.int32, copy=False),
                     logprobs=np.concatenate(self._logprobs[sample]).astype(np.float32, copy=False),
                     stop_reason=end.stop_reason,
+                    topk_logprobs=_joined(self._topk[sample]),
                 )
             )
         return SampleOutput(sequences=tuple(sequences), prompt=self._prompt, versions=tuple(self._versions))
+
+
+def _joined(parts: Sequence[TopK]) -> TopK | None:
+    if not parts:
+        return None
+    return TopK(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+    )
 
 
 async def sample(engine: Engine, request: SampleRequest) -> SampleOutput:

@@ -8,13 +8,16 @@ tokens or raises. A sequence finds its own keys again, and only others' that are
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from descant.sample.chance import uniform
+from descant.sample.drafter import Drafter
 from descant.sample.pages import PAGE_TOKENS, pages_for
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, SequenceStep, StepPlan
-from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, Version
+from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
+from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, TensorData, Version
 
 VOCAB_SIZE = 100
 EOS = 99
@@ -38,9 +41,13 @@ def decode_letters(tokens: Iterable[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-def scheduler(*, keeps_prefixes: bool = True, **changes: object) -> Scheduler:
+def scheduler(*, keeps_prefixes: bool = True, drafter: Drafter | None = None, **changes: object) -> Scheduler:
     return Scheduler(
-        limits(**changes), decode_text=decode_letters, fresh_seed=lambda: 12345, keeps_prefixes=keeps_prefixes
+        limits(**changes),
+        decode_text=decode_letters,
+        fresh_seed=lambda: 12345,
+        keeps_prefixes=keeps_prefixes,
+        drafter=drafter,
     )
 
 
@@ -51,8 +58,12 @@ def request(
     num_samples: int = 1,
     version: Version | None = None,
     prompt_logprobs: bool = False,
-    topk_prompt_logprobs: int = 0,
     stream: bool = False,
+    topk_prompt_logprobs: int = 0,
+    topk_sample_logprobs: int = 0,
+    prompt_logprobs_last_n: int | None = None,
+    target_prompt_logprobs: TensorData | None = None,
+    prompt_alt_tokens_k: int = 0,
     inflight: bool = False,
     **params: object,
 ) -> SampleRequest:
@@ -64,6 +75,10 @@ def request(
         sampling_params=SamplingParams(**{"seed": 0, "stop": (), **params}),  # type: ignore[arg-type]
         prompt_logprobs=prompt_logprobs,
         topk_prompt_logprobs=topk_prompt_logprobs,
+        topk_sample_logprobs=topk_sample_logprobs,
+        prompt_logprobs_last_n=prompt_logprobs_last_n,
+        target_prompt_logprobs=target_prompt_logprobs,
+        prompt_alt_tokens_k=prompt_alt_tokens_k,
         stream=stream,
         inflight=inflight,
     )
@@ -94,13 +109,34 @@ class PagedFake:
             assert step.tokens, "nothing to compute, so no logits to draw from"
             self._meet(step)
             own = self._own[step.sequence]
+            for guess in step.draft:
+                own = [*own, cell_after(own[-1], step.version, guess)]
             for position in range(step.context, len(own)):
                 place = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
                 assert place not in written, "two sequences write one cell in one step"
                 written.add(place)
                 self.pages[place[0]][place[1]] = own[position]
             self.num_tokens += len(step.tokens)
-        return [self._output(step) for step in plan.sequences]
+        return [self._verified(step) for step in plan.sequences]
+
+    def _verified(self, step: SequenceStep) -> SequenceOutput:
+        """Draws as long as the step's guesses come true, each from the history as the pages tell it."""
+        outputs = [self._output(step)]
+        for place, guess in enumerate(step.draft, start=1):
+            if outputs[-1].tokens != (guess,):
+                break
+            own = self._own[step.sequence]
+            own.append(cell_after(own[-1], step.version, guess))
+            row = replace(step, tokens=(guess,), context=step.context + place, draw=step.draw + place, draft=())
+            outputs.append(self._output(row))
+        if not step.draft:
+            return outputs[0]
+        return SequenceOutput(
+            sequence=step.sequence,
+            tokens=tuple(token for output in outputs for token in output.tokens),
+            logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+            topk=tuple(likely for output in outputs for likely in output.topk),
+        )
 
     def _meet(self, step: SequenceStep) -> None:
         """What its pages hold before it computes is what it computed, or is as if it had now."""
@@ -128,18 +164,42 @@ class PagedFake:
         cells = self._own[step.sequence]
         assert self._cells(step, step.context + len(step.tokens)) == cells, "keys were overwritten in this step"
         history = [token for _, token, _ in cells]
-        scores: list[float] = []
-        topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
-        if step.score_targets is not None:
-            scores = [score(history[: step.context + i + 1], t) for i, t in enumerate(step.score_targets)]
-            topk = [(tuple(range(step.topk)), (-1.0,) * step.topk)] * (len(scores) if step.topk else 0)
-        token, logprob = None, 0.0
-        if step.sample:
-            token = self._draw(step, cells)
-            logprob = score(history, token)
-            self.drawn.setdefault(step.sequence, []).append((step.version, token))
+        prompt = None if step.prompt is None else self._score(step.prompt, step.context + step.prompt.skip, history)
+        if not step.sample:
+            return SequenceOutput(sequence=step.sequence, prompt=prompt)
+        token = self._draw(step, cells)
+        self.drawn.setdefault(step.sequence, []).append((step.version, token))
         return SequenceOutput(
-            sequence=step.sequence, token=token, logprob=logprob, scores=tuple(scores), topk=tuple(topk)
+            sequence=step.sequence,
+            tokens=(token,),
+            logprobs=(score(history, token),),
+            topk=((tuple(range(step.topk)), (-1.0,) * step.topk),) if step.topk else (),
+            prompt=prompt,
+        )
+
+    @staticmethod
+    def _score(chunk: PromptChunk, first_row: int, history: list[int]) -> PromptRows:
+        assert chunk.first_row == first_row
+        rows = [history[: first_row + i + 1] for i in range(chunk.num_rows)]
+        logprobs = np.array([score(row, t) for row, t in zip(rows, chunk.targets.tolist(), strict=True)], np.float32)
+        topk_ids = topk_logprobs = cells = drawn = None
+        if chunk.topk:
+            topk_ids = np.tile(np.arange(chunk.topk, dtype=np.int32), (len(rows), 1))
+            topk_logprobs = np.full(topk_ids.shape, -1.0, np.float32)
+        if chunk.row_starts is not None and chunk.token_ids is not None:
+            owners = np.repeat(np.arange(len(rows)), np.diff(chunk.row_starts))
+            pairs = zip(owners.tolist(), chunk.token_ids.tolist(), strict=True)
+            cells = np.array([score(rows[owner], token) for owner, token in pairs], np.float32)
+        if k := chunk.num_drawn:
+            draws = [[(first_row + i) * MAX_ALTERNATIVES + j for j in range(k)] for i in range(len(rows))]
+            drawn = np.array([[int(uniform(chunk.seed, d) * VOCAB_SIZE) for d in row] for row in draws], np.int64)
+        return PromptRows(
+            logprobs=logprobs,
+            topk_ids=topk_ids,
+            topk_logprobs=topk_logprobs,
+            cells=cells,
+            drawn_ids=drawn,
+            drawn_logprobs=None if drawn is None else -drawn.astype(np.float32),
         )
 
     def _draw(self, step: SequenceStep, cells: list[Cell]) -> int:
@@ -171,6 +231,7 @@ class Finished:
         self.logprobs: dict[tuple[str, int], list[float]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.prompts: dict[str, PromptScores] = {}
+        self.topk: dict[tuple[str, int], tuple[list[list[int]], list[list[float]]]] = {}
         self.versions: dict[tuple[str, int], list[Version | None]] = {}
         """Of each token."""
 
@@ -180,6 +241,10 @@ class Finished:
             assert key not in self.reasons, "a delta after the last"
             self.tokens.setdefault(key, []).extend(delta.tokens.tolist())
             self.logprobs.setdefault(key, []).extend(delta.logprobs.tolist())
+            if (topk := delta.topk_logprobs) is not None:
+                ids, values = self.topk.setdefault(key, ([], []))
+                ids += topk.token_ids.tolist()
+                values += topk.logprobs.tolist()
             self.versions.setdefault(key, []).extend([delta.version] * len(delta.tokens))
             if delta.stop_reason is not None:
                 self.reasons[key] = delta.stop_reason

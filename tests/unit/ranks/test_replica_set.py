@@ -54,7 +54,7 @@ class SmallReplica:
     def _begin(self) -> None:
         self.world = FakeWorld(hook=self._call_hook)
         self._trainer, self._engine = FakeTrainer(self.world), FakeEngine(self.world)
-        self.facts, self.capabilities = self.world.facts, self._engine.capabilities
+        self.facts, self.capabilities = self.world.facts, replace(self._engine.capabilities, max_running=FULL)
         self.alive = self.serving = True
 
     async def _call_hook(self, what: object) -> None:
@@ -141,7 +141,7 @@ class Replicas(ReplicaSet):
 
     def __init__(self, num_replicas: int, scratch: Path):
         self.small = [SmallReplica() for _ in range(num_replicas)]
-        super().__init__(cast(Sequence[Member], self.small), full=FULL, scratch=scratch, now=lambda: 0.0)
+        super().__init__(cast(Sequence[Member], self.small), scratch=scratch, now=lambda: 0.0)
 
     def where(self, model: Model) -> list[int]:
         return [index for index, small in enumerate(self.small) if model.model_id in small.world.adapters]
@@ -663,7 +663,7 @@ async def test_moved_and_copied_adapters_are_the_same_on_real_ranks(tmp_path_fac
             await result(models[1].step())
         ref = await ephemeral(models[1])
         await both.publish(ref)
-        count = 3 * both._full if moves else 1
+        count = 3 * both.capabilities.max_running if moves else 1
 
         async def sample() -> Sampled:
             while True:  # as a client does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from descant.errors import Overloaded, ServerError, UserError
 from descant.sample.pages import PAGE_TOKENS, PageAllocator
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput
+from descant.sample.scores import PromptScorer
 from descant.testing.paged_sampler import EOS, VOCAB_SIZE, Finished, PagedFake, decode_letters, request, run, scheduler
-from descant.types import EncodedText, SampleRequest, Version
+from descant.types import EncodedText, PromptScores, SampleRequest, TensorData, Version
 
 
 def assert_nothing_left(s: Scheduler) -> None:
@@ -487,6 +489,19 @@ def test_scores_survive_preemption_and_are_asked_for_once() -> None:
     np.testing.assert_array_equal(finished.prompts["scored"].logprobs, alone(scored).prompts["scored"].logprobs)
 
 
+def test_scores_of_a_prompts_end_are_those_of_the_whole() -> None:
+    prompt = [i % 90 for i in range(300)]
+    whole = alone(request(prompt=prompt, max_tokens=2, prompt_logprobs=True)).prompts["r"].logprobs
+    s, fake = scheduler(num_pages=12), PagedFake(12)
+    s.add(request(prompt=prompt, max_tokens=70, num_samples=2, prompt_logprobs=True, prompt_logprobs_last_n=20))
+    finished = run(s, fake)
+    scores = finished.prompts["r"].logprobs
+    assert scores is not None
+    assert whole is not None
+    assert np.isnan(scores[:280]).all()
+    np.testing.assert_array_equal(scores[280:], whole[280:])
+
+
 def test_nobody_who_did_not_ask_gets_scores() -> None:
     assert alone(request(prompt=[1] * 100, max_tokens=2)).prompts == {}
 
@@ -563,7 +578,7 @@ def test_one_sequences_error_fails_its_request_alone(version: Version | None, er
     s.add(good)
     plan = s.plan()
     outputs = fake.step(plan)
-    outputs[1] = SequenceOutput(sequence=outputs[1].sequence, token=None, logprob=0.0, error="logits are not finite")
+    outputs[1] = SequenceOutput(sequence=outputs[1].sequence, error="logits are not finite")
     finished = Finished()
     finished.take(s.apply(plan, outputs))
     [(request_id, failure)] = s.take_failures()
@@ -615,6 +630,8 @@ entries = st.builds(
     seed=st.integers(0, 3),
     stop=st.sampled_from([None, (), (), (7,), ("ab", "qz")]),
     prompt_logprobs=st.booleans(),
+    prompt_alt_tokens_k=st.integers(0, 2),
+    topk_sample_logprobs=st.integers(0, 2),
     stream=st.booleans(),
     version=st.sampled_from([None, Version(model_id="m", number=1), Version(model_id="m", number=2)]),
 )
@@ -671,8 +688,8 @@ def test_whatever_happens_every_request_ends_as_it_would_alone(
             assert finished.tokens[key] == expected.tokens[key]
             assert finished.logprobs[key] == expected.logprobs[key]
             assert finished.reasons[key] == expected.reasons[key]
-        if entry.prompt_logprobs:
-            np.testing.assert_array_equal(finished.prompts[request_id].logprobs, expected.prompts[request_id].logprobs)
+        assert_same_scores(finished.prompts.get(request_id), expected.prompts.get(request_id))
+        assert {key: topk for key, topk in finished.topk.items() if key[0] == request_id} == expected.topk
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -694,7 +711,7 @@ def test_under_pressure_every_request_ends_as_it_would_alone(seed: int) -> None:
                     num_samples=chance.choice([1, 2, 3]),
                     max_tokens=chance.choice([2, 20, 70, 110]),
                     seed=seed,
-                    prompt_logprobs=chance.random() < 0.5,
+                    **_random_scores(chance, length),
                 )
             )
             s.add(added[-1])
@@ -703,13 +720,42 @@ def test_under_pressure_every_request_ends_as_it_would_alone(seed: int) -> None:
         if plan is not None:
             finished.take(s.apply(plan, fake.step(plan)))
     assert_nothing_left(s)
-    assert set(finished.prompts) == {entry.request_id for entry in added if entry.prompt_logprobs}
+    assert set(finished.prompts) == {entry.request_id for entry in added if PromptScorer.asked_for(entry)}
     for entry in added:
         expected = alone(entry)
         for sample in range(entry.num_samples):
             key = (entry.request_id, sample)
             assert (finished.tokens[key], finished.logprobs[key]) == (expected.tokens[key], expected.logprobs[key])
-        if entry.prompt_logprobs:
-            np.testing.assert_array_equal(
-                finished.prompts[entry.request_id].logprobs, expected.prompts[entry.request_id].logprobs
-            )
+        assert_same_scores(finished.prompts.get(entry.request_id), expected.prompts.get(entry.request_id))
+
+
+def _random_scores(chance: random.Random, length: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {"prompt_logprobs": chance.random() < 0.5}
+    if fields["prompt_logprobs"] and chance.random() < 0.5:
+        fields["prompt_logprobs_last_n"] = chance.randint(1, length - 1)
+        fields["topk_prompt_logprobs"] = 2
+    if chance.random() < 0.3:
+        ids = np.full((length - 1, 2), -1, np.int64)
+        ids[chance.randrange(length - 1), chance.randrange(2)] = chance.randrange(90)
+        ids[-1] = chance.randrange(90)
+        fields["target_prompt_logprobs"] = TensorData(data=ids.ravel(), shape=ids.shape)
+    if chance.random() < 0.2:
+        fields["prompt_alt_tokens_k"] = 2
+    return fields
+
+
+def assert_same_scores(one: PromptScores | None, other: PromptScores | None) -> None:
+    def arrays(scores: PromptScores) -> list[np.ndarray | None]:
+        topk, targets, alt = scores.topk, scores.target_logprobs, scores.alt_tokens
+        return [
+            scores.logprobs,
+            *((topk.token_ids, topk.logprobs) if topk else (None, None)),
+            targets.data if targets else None,
+            *((alt.tokens, alt.logprobs) if alt else (None, None)),
+        ]
+
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        for mine, theirs in zip(arrays(one), arrays(other), strict=True):
+            assert (mine is None) == (theirs is None)
+            np.testing.assert_array_equal(mine, theirs)

@@ -415,6 +415,16 @@ GOOD = [
         "sampling_params": {"max_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "stop": [1], "seed": 1},
         "num_samples": 1,
         "topk_prompt_logprobs": 1,
+        "topk_sample_logprobs": 1,
+        "prompt_alt_tokens_k": 1,
+        "prompt_logprobs_last_n": 1,
+        "target_prompt_logprobs": {
+            "data": [1],
+            "dtype": "int64",
+            "shape": [1, 2],
+            "sparse_crow_indices": [0, 1],
+            "sparse_col_indices": [1],
+        },
     },
 ]
 

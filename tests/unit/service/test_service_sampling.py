@@ -19,6 +19,7 @@ from descant.types import (
     SampleRequest,
     SamplerKind,
     SnapshotRef,
+    TopK,
     Version,
 )
 
@@ -299,6 +300,8 @@ async def test_what_a_sample_refuses(harness: Harness) -> None:
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 1025}, "num_samples is 1025"),
         ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21"),
+        ({"topk_sample_logprobs": 21}, "topk_sample_logprobs is 21"),
+        ({"prompt_alt_tokens_k": 21}, "prompt_alt_tokens_k is 21"),
         ({"seq_id": -1}, "seq_id is -1"),
     ):
         with pytest.raises(UserError, match=match):
@@ -308,7 +311,9 @@ async def test_what_a_sample_refuses(harness: Harness) -> None:
 
 
 def _delta(sample: int, tokens: list[int], end: bool, prompt: PromptScores | None = None) -> SampleDelta:
+    column = np.asarray(tokens, np.int32)[:, None]
     return SampleDelta(
+        topk_logprobs=TopK(token_ids=column, logprobs=-column.astype(np.float32)) if sample else None,
         request_id="r",
         sample=sample,
         tokens=np.asarray(tokens, np.int32),
@@ -328,6 +333,9 @@ def test_deltas_fold_in_any_order_among_samples() -> None:
     assert [list(sequence.tokens) for sequence in output.sequences] == [[1, 2], [4, 5]]
     assert list(output.sequences[1].logprobs) == [-4, -5]
     assert output.prompt is prompt
+    assert output.sequences[0].topk_logprobs is None
+    assert output.sequences[1].topk_logprobs is not None
+    assert output.sequences[1].topk_logprobs.token_ids.tolist() == [[4], [5]]
     assert output.versions == (Version(model_id="m", number=0),)
 
 
