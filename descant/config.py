@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from descant.errors import UserError
-from descant.ranks.settings import LossSettings, RankSettings
+from descant.ranks.settings import LossSettings, RankSettings, RaySettings
 from descant.server.routes import ServerSettings as HttpSettings
 from descant.service.service import ServiceSettings
 
@@ -58,6 +58,7 @@ class Settings:
     auth: AuthSettings = field(default_factory=AuthSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
     rank: RankSettings = field(default_factory=RankSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
     losses: LossSettings = field(default_factory=LossSettings)
 
     def owners_by_key(self) -> Mapping[str, str]:

@@ -95,6 +95,8 @@ class Executor(Protocol):
     facts: ModelFacts
     capabilities: EngineCapabilities
     num_ranks: int
+    microbatch_tokens: int
+    """Of one rank's part of a training pass."""
     idle_s: float | None
     """How often ``idle`` is called while there is nothing to do; None: never."""
 
@@ -205,7 +207,6 @@ class TurnLoop:
         *,
         emit: Callable[[FromRank], None],
         board: Board,
-        microbatch_tokens: int,
         steps_per_microbatch: float,
         seconds: Callable[[], float] = time.monotonic,
     ):
@@ -214,7 +215,7 @@ class TurnLoop:
         self._executor = executor
         self._emit = emit
         self._board = board
-        self._microbatch_tokens = microbatch_tokens
+        self._microbatch_tokens = executor.microbatch_tokens
         self._steps_per_microbatch = steps_per_microbatch
         self._seconds = seconds
         self._inbox: queue.SimpleQueue[ToRank | _Posted] = queue.SimpleQueue()

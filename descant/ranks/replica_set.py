@@ -33,6 +33,7 @@ from typing import Protocol
 from descant.ckpt.manifest import MANIFEST, encode_manifest, read_manifest, write_durable
 from descant.errors import DescantError, RankDied, ServerError
 from descant.ports import Engine, Measured, Progress, Trainer
+from descant.ranks.health import Death, Health
 from descant.ranks.launch import Launcher, Phase, start_processes
 from descant.ranks.placement import Load, PlacedModel, copy_target, place, rebalance, size_of
 from descant.ranks.replica import Replica
@@ -66,6 +67,13 @@ HALF_LIFE_S = 60.0
 
 class Member(Trainer, Engine, Progress, Measured, Protocol):
     """What a set needs of each of its replicas (``Replica``)."""
+
+    @property
+    def health(self) -> Health: ...
+    @property
+    def death(self) -> Death | None:
+        """The last."""
+        ...
 
     @property
     def alive(self) -> bool: ...

@@ -277,7 +277,7 @@ class Routes:
         try:
             body = await call.body()
         except BodyTooLarge as error:
-            raise decode.oversized_forward_backward(error.prefix, call.content_encoding, error.message) from None
+            raise decode.unread_forward_backward(error.prefix, call.content_encoding, error.message) from None
         command = decode.decode_forward_backward(body, call.content_encoding, max_bytes=self._settings.max_body_bytes)
         return submitted_response(await self._service.forward_backward(call.principal, command))
 

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 RESOLVE_DELAYS_S = (0.0, 0.0, 1.0, 5.0, 30.0)
 """When the store does not take an answer it is offered again, after these times."""
 
+CLOSE_TIMEOUT_S = 5.0
+
 RATE_WINDOW = 32
 """Forward and backward passes by which the estimate of a base's speed goes."""
 
@@ -107,7 +109,11 @@ class Jobs:
         return task
 
     async def close(self) -> None:
-        """Stops everything. What has not ended stays pending in the store, and fails at the next start."""
+        """Stops everything. Answers are still written, for some seconds; what has not ended stays pending in the store,
+        and fails at the next start."""
+        writing = [job.task for job in self._jobs.values() if job.ended and job.task is not None]
+        if writing:
+            await asyncio.wait(writing, timeout=CLOSE_TIMEOUT_S)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -165,6 +165,9 @@ class ServiceSettings:
     requests are given up. The SDK sends them again should it be there after all."""
     vanish_timeout_s: float = 60.0
     """So has one that waits for nothing and sent nothing, not even a heartbeat (every 10 s), for this long."""
+    max_training_bytes: int = 2 << 30
+    """Of the data of one base's training requests that were accepted and have not ended; one that goes beyond is told
+    to come again, unless nothing of its model is being trained: so a model always has one, and nobody starves."""
     sweep_interval_s: float = 1.0
     """How often it is looked whether a hole, a session or a base is over its time."""
     prune_interval_s: float = 60.0
@@ -235,6 +238,7 @@ class Service:
         )
         self._given_up: dict[str, None] = {}
         """The latest sampling requests whose clients vanished."""
+        self._training_bytes = dict.fromkeys(self._backends, 0)
         self._sweeper: asyncio.Task[None] | None = None
         self._last_prune = clock.monotonic()
 
@@ -370,12 +374,15 @@ class Service:
         )
 
     async def forward_backward(self, principal: str, command: ForwardBackward) -> Submitted:
+        """Raises ``Overloaded``, its seq_id not consumed."""
+
         async def finish(outcome: asyncio.Future[Result]) -> Answer:
             return await _result(outcome, ForwardBackwardOutput)
 
         num_tokens = sum(input_length(datum.model_input) for datum in command.data)
         operation = "forward" if command.forward_only else "forward_backward"
-        return await self._train(principal, command, operation, finish, num_tokens=num_tokens)
+        num_bytes = _num_bytes(command)
+        return await self._train(principal, command, operation, finish, num_tokens=num_tokens, num_bytes=num_bytes)
 
     async def optim_step(self, principal: str, command: OptimStep) -> Submitted:
         async def finish(outcome: asyncio.Future[Result]) -> Answer:
@@ -810,13 +817,26 @@ class Service:
         return created
 
     async def _train(
-        self, principal: str, command: Command, operation: str, finish: Finish, *, num_tokens: int = 0
+        self,
+        principal: str,
+        command: Command,
+        operation: str,
+        finish: Finish,
+        *,
+        num_tokens: int = 0,
+        num_bytes: int = 0,
     ) -> Submitted:
         """Takes a request that has a place in its model's order."""
         model = await self._model(principal, command.model_id)
         record = model.record if isinstance(model, _Model) else model
         if command.seq_id < 1:
             raise UserError(f"seq_id is {command.seq_id}, expected 1 or more (0 is the model's creation)")
+        if num_bytes:
+            self._check_room(record, num_bytes)
+        self._training_bytes[record.base] += num_bytes
+
+        def leave() -> None:
+            self._training_bytes[record.base] -= num_bytes
 
         def begin(request_id: str) -> None:
             job = Job(
@@ -826,6 +846,7 @@ class Service:
                 model_id=record.model_id,
                 seq_id=command.seq_id,
                 num_tokens=num_tokens,
+                on_end=leave,
             )
             self._jobs.add(job)
             if isinstance(model, _Model) and not model.lost:
@@ -839,8 +860,21 @@ class Service:
             base=record.base,
             operation=operation,
             begin=begin,
+            not_begun=leave,
         )
         return Submitted(request_id=request_id, model_id=record.model_id)
+
+    def _check_room(self, record: ModelRecord, num_bytes: int) -> None:
+        """A request is turned away only while the trainer has one of its model: that one ends by itself. It would
+        never be let in if those in its way waited for its seq_id."""
+        queued, limit = self._training_bytes[record.base], self._settings.max_training_bytes
+        if queued + num_bytes <= limit:
+            return
+        if self._jobs.where(lambda job: job.model_id == record.model_id and job.submitted):
+            raise Overloaded(
+                f"{num_bytes} bytes of training data beside the {queued} that {record.base} has are more than the "
+                f"{limit} that it takes at a time"
+            )
 
     # ================================================================================================ doing
 
@@ -1095,6 +1129,15 @@ def _source(checkpoint: Checkpoint, optimizer: bool) -> CheckpointSource:
 
 def _layout(lora: LoraConfig) -> LoraConfig:
     return replace(lora, seed=None)
+
+
+def _num_bytes(command: ForwardBackward) -> int:
+    """Of its arrays."""
+    return sum(
+        sum(chunk.tokens.nbytes for chunk in datum.model_input)
+        + sum(array.nbytes for array in datum.loss_fn_inputs.values())
+        for datum in command.data
+    )
 
 
 def _describe(lora: LoraConfig) -> str:

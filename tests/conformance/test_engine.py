@@ -14,7 +14,7 @@ from descant.errors import DescantError, Overloaded
 from descant.service.service import Backend
 from descant.testing.engine import EngineSuite
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld, Weights
-from descant.testing.ranks import tiny_replica, tiny_replica_set
+from descant.testing.ranks import tiny_ranks, tiny_replica, tiny_replica_set
 from descant.types import PromptScores, SampleDelta, SampleRequest, SnapshotRef, StopReason, Version
 
 
@@ -29,6 +29,13 @@ class TestReplica(EngineSuite):
     @pytest.fixture
     async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
         async with tiny_replica(tmp_path_factory) as replica:
+            yield Backend(facts=replica.facts, trainer=replica, engine=replica)
+
+
+class TestReplicaOfTwoRanks(EngineSuite):
+    @pytest.fixture
+    async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
+        async with tiny_ranks(tmp_path_factory) as replica:
             yield Backend(facts=replica.facts, trainer=replica, engine=replica)
 
 

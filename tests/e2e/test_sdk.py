@@ -17,14 +17,22 @@ import pytest
 import tinker
 import torch
 from tinker import types
+from tinker._base_client import AsyncAPIClient
 
 from descant.testing.server import END_S, Server, serve
 from descant.testing.tiny import MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
 
 KEY = "tml-alice"
 
-SETTINGS = ("rank.device=cpu", "rank.dtype=float32", "rank.max_version_bytes=100000", "rank.max_host_bytes=100000")
-"""Room for two published versions in the bank, and for about two more in host memory."""
+SETTINGS = (
+    "rank.device=cpu",
+    "rank.dtype=float32",
+    "rank.max_version_bytes=100000",
+    "rank.max_host_bytes=100000",
+    "service.max_training_bytes=100000",
+)
+"""Room for two published versions in the bank, and for about two more in host memory; and for the data of some 5000
+tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -434,6 +442,28 @@ def test_pipelined_steps_keep_their_order(service: tinker.ServiceClient, model: 
     for _ in range(4):
         step(patient, data)
     np.testing.assert_array_equal(logprobs(eager, data), logprobs(patient, data))
+
+
+def test_more_data_than_are_taken_at_a_time_all_arrive(
+    service: tinker.ServiceClient, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    client = service.create_lora_training_client(model, rank=8, seed=0).result(END_S)
+    answered: list[int] = []
+    should_retry = AsyncAPIClient._should_retry
+
+    def remember(self: AsyncAPIClient, response: httpx.Response) -> bool:
+        answered.append(response.status_code)
+        return should_retry(self, response)
+
+    monkeypatch.setattr(AsyncAPIClient, "_should_retry", remember)
+    length = min(250, MAX_CONTEXT_LENGTH)
+    batches = [[datum(length, 10 * number + seed) for seed in range(4000 // length)] for number in range(3)]
+    sent = [client.forward_backward(batch, "cross_entropy") for batch in batches]
+    update = client.optim_step(types.AdamParams(learning_rate=1e-2))
+    outputs = [future.result(END_S) for future in sent]
+    assert [len(output.loss_fn_outputs) for output in outputs] == [len(batch) for batch in batches]
+    assert update.result(END_S).metrics
+    assert 429 in answered
 
 
 def test_a_gradient_is_a_sum_however_it_is_sent(service: tinker.ServiceClient, model: str):

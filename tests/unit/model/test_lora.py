@@ -538,8 +538,8 @@ def test_a_decode_step_without_adapters_is_the_base(joined: bool) -> None:
     assert products == ({(0, 1, 2)} if joined else {(0,), (1,), (2,)})
     for rank_class in (8, 16):
         layout = bank.layout(rank_class)
-        for sites, found in decode.site_offsets(bank, rank_class, products, torch.device("cpu")).items():
-            assert found.tolist() == [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
+        for sites, offsets in decode.site_offsets(bank, rank_class, products, torch.device("cpu")).items():
+            assert offsets.tolist() == [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
     step = decode.PagedStep(attention=Pass(seq_lens=(TOKENS,)), adapters=())
     channel.current = step
     with torch.no_grad():

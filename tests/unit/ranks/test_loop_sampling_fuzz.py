@@ -122,6 +122,7 @@ async def test_any_order_of_anything_on_a_real_model(worker: Worker) -> None:
             await replica.release(version)
     assert worker.stats()["versions_resident"] == 0
     assert loop._newest == {}
+    assert set(loop._schedulers[0]._pages._of_version) <= {None}, "prefixes of versions that are gone"
     # A version may be gone, or the queue full, when a request comes.
     refused = {r for r, outcome in outcomes.items() if isinstance(outcome, (NotFound, Overloaded))}
     assert len(refused) < NUM_REQUESTS / 3

@@ -90,6 +90,19 @@ async def test_an_inflight_client_follows_and_older_weights_stay_for_snapshots_o
     assert held() == {6, 12}
     await harness.service.finish_session("alice", session, reason="success", detail=None)
     await harness.until(lambda: not harness.world.published)
+    publications = harness.service._publications[BASE]
+    assert publications._following == publications._newest == publications._users == {}
+
+
+async def test_weights_that_others_published_stay_for_those_who_follow(harness: Harness) -> None:
+    model = await harness.model()
+    follower = (await harness.result(await harness.sampler(model, 1, number=0, kind="inflight"))).sampling_session_id
+    saved = await harness.result(await harness.sampler(model, 2, name="s"))
+    other = await harness.session()
+    assert (await harness.greedy(await sampler(harness, other, 0, saved.path))).versions[0].number == 2
+    await harness.service.finish_session("alice", other, reason="success", detail=None)
+    await settle()
+    assert (await harness.greedy(follower)).versions[0].number == 2
 
 
 async def test_an_inflight_request_that_runs_moves(harness: Harness) -> None:
