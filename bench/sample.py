@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from descant.model.base import BaseModel
+from descant.model.limit import matrix_rate
 from descant.model.load import ModelSource, load_model
 from descant.model.passes import Pass, RowRef, Segment
 from descant.sample.pages import pages_for
@@ -59,12 +60,6 @@ def bandwidth(device: torch.device) -> float:
     source = torch.randn((1 << 30) if device.type == "cuda" else (1 << 26), device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
-
-
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), device)
 
 
 class Facts:

@@ -22,7 +22,8 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +32,8 @@ from typing import Protocol
 
 from descant.ckpt.manifest import MANIFEST, encode_manifest, read_manifest, write_durable
 from descant.errors import DescantError, RankDied, ServerError
-from descant.ports import Engine, Progress, Trainer
+from descant.ports import Engine, Measured, Progress, Trainer
+from descant.ranks.health import Death, Health
 from descant.ranks.launch import Launcher, Phase, start_processes
 from descant.ranks.placement import Load, PlacedModel, copy_target, place, rebalance, size_of
 from descant.ranks.replica import Replica
@@ -63,8 +65,15 @@ HALF_LIFE_S = 60.0
 """How fast tokens stop being recent."""
 
 
-class Member(Trainer, Engine, Progress, Protocol):
+class Member(Trainer, Engine, Progress, Measured, Protocol):
     """What a set needs of each of its replicas (``Replica``)."""
+
+    @property
+    def health(self) -> Health: ...
+    @property
+    def death(self) -> Death | None:
+        """The last."""
+        ...
 
     @property
     def alive(self) -> bool: ...
@@ -344,6 +353,19 @@ class ReplicaSet:
             sampling.cancelled = True
             if sampling.replica is not None:
                 await self._members[sampling.replica].cancel(request_id)
+
+    # ------------------------------------------------------------------------------------------------ Measured
+    async def stats(self) -> Mapping[str, float]:
+        """The sum of those that serve."""
+        members = [member for member in self._members if member.serving]
+        total: Counter[str] = Counter()
+        for outcome in await asyncio.gather(*(member.stats() for member in members), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                if not isinstance(outcome, RankDied):
+                    raise outcome
+            else:
+                total.update(outcome)
+        return {**total, "replicas_serving": len(members)}
 
     # ------------------------------------------------------------------------------------------------ Progress
     def running(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
-from descant.ports import Engine, Progress, Trainer
+from descant.ports import Engine, Measured, Progress, Trainer
 from descant.ranks.replica_set import Member, ReplicaSet
 from descant.testing.clock import settle
 from descant.testing.engine import Sampled, request, sampled
@@ -115,6 +115,10 @@ class SmallReplica:
     async def cancel(self, request_id: str) -> None:
         await self._engine.cancel(request_id)
 
+    async def stats(self) -> Mapping[str, float]:
+        self._check()
+        return {"adapters": len(self.world.adapters), "sample_running": 1}
+
     def running(self) -> str:
         return self._trainer.running()
 
@@ -181,6 +185,17 @@ def test_it_is_all_that_a_replica_is(two: Replicas) -> None:
     assert isinstance(two, Trainer)
     assert isinstance(two, Engine)
     assert isinstance(two, Progress)
+    assert isinstance(two, Measured)
+
+
+async def test_its_numbers_are_those_of_all_that_serve(two: Replicas) -> None:
+    await asyncio.gather(*(two.model(f"m{i}") for i in range(3)))
+    assert await two.stats() == {"adapters": 3, "sample_running": 2, "replicas_serving": 2}
+    two.small[0].die()
+    left = len(two.small[1].world.adapters)
+    assert await two.stats() == {"adapters": left, "sample_running": 1, "replicas_serving": 1}
+    two.small[0].serving = True  # its death has not been noticed yet
+    assert (await two.stats())["adapters"] == left
 
 
 async def test_models_are_spread_and_their_commands_follow(two: Replicas) -> None:
