@@ -34,7 +34,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
-from descant.model.decode import DecodePass
+from descant.model.decode import PagedStep
 from descant.model.passes import MIN_ROWS, PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
 
 NAME = "descant"
@@ -45,6 +45,9 @@ other keyword that is not None is refused by name (gpt-oss's ``s_aux``, ignored,
 
 KV_SHAPES = "kv_shapes"
 """With this key in ``Pass.cache`` (an empty dict), each layer notes ``layer_idx → (K, D of keys, D of values)``."""
+
+RULES = "rules"
+"""Likewise, each layer notes ``layer_idx → Rule``."""
 
 DENSE_LENGTHS = 64
 """Sequences of one length, a multiple of this, are a batch for cuDNN's kernels, which are made for Hopper: 0.15 and
@@ -76,7 +79,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: Pass | DecodePass,
+    plan: Pass | PagedStep,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -95,17 +98,17 @@ def attention(
         raise UserError("attention that is not causal is not supported")
     if dropout:
         raise UserError("attention dropout is not supported: the model must be in eval mode")
-    if isinstance(plan, DecodePass):
-        return _decode(module, query, key, value, plan, scaling, sliding_window, softcap), None
-    rule = _Rule(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
-    )
+    rule = Rule(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if isinstance(plan, PagedStep):
+        return _of_step(module, rule, query_THD, key_TKD, value_TKD, plan).unsqueeze(0), None
     compiled = torch.compiler.is_compiling()  # then plan's handle is all that may be read of it, and no layer's index
     if not compiled:
         layer = cast(int, module.layer_idx)
         if (shapes := plan.cache.get(KV_SHAPES)) is not None:
             cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        if (rules := plan.cache.get(RULES)) is not None:
+            cast(dict[int, Rule], rules)[layer] = rule
         if query.shape[2] < plan.num_tokens:
             raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
         if plan.kv is not None:
@@ -125,7 +128,7 @@ def attention(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
+class Rule:
     """How scores become weights: ``scaling``; only the last ``window`` keys; ``cap · tanh(score / cap)``."""
 
     scaling: float
@@ -299,7 +302,7 @@ def _run(indices: torch.Tensor) -> slice | None:
 
 def _forward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -323,23 +326,27 @@ def _forward(
 
 
 def _over_pages(
-    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    plan: Pass, rule: Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> torch.Tensor:
     kv, num_tokens = plan.kv, plan.num_tokens
     assert kv is not None
-    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    pages = kv.pool.keys[layer], kv.pool.values[layer]
     if query_THD.is_cuda:
-        out_THD = _paged(plan, rule, layer, *own)
-    else:
-        _write_pages(plan, layer, own[1], own[2])
-        out_THD, _ = _blocked(plan, rule, *own, pages=(kv.pool.keys[layer], kv.pool.values[layer]))
+        from descant.model.paged_attention import paged_attention
+
+        return paged_attention(
+            query_THD, key_TKD, value_TKD, *pages, plan, scaling=rule.scaling, window=rule.window, softcap=rule.softcap
+        )
+    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    _write_pages(plan, layer, own[1], own[2])
+    out_THD, _ = _blocked(plan, rule, *own, pages=pages)
     num_padding = len(query_THD) - num_tokens
     return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
 
 def _blocked(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -393,7 +400,7 @@ def _packed_float(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: _Tile, rule: _Rule, want_logsumexp: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: _Tile, rule: Rule, want_logsumexp: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """float32 [S · K, G · R, D] against [S · K, N, D] → out of the same shape, logsumexp [S · K, G · R].
 
@@ -461,7 +468,7 @@ class _Attention(torch.autograd.Function):
             out, logsumexp = torch.ops.descant.attention(query, key, value, handle, scaling, window, softcap)
         else:
             plan = ctx.plan = PASSES[handle]
-            rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+            rule = Rule(scaling=scaling, window=window, softcap=softcap)
             out, logsumexp = _forward(plan, rule, query, key, value, want_logsumexp=True)
         ctx.save_for_backward(query, key, value, out, logsumexp, handle)
         ctx.rule = (scaling, window, softcap)
@@ -485,7 +492,7 @@ def _forward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+    rule = Rule(scaling=scaling, window=window, softcap=softcap)
     out, logsumexp = _forward(PASSES[handle], rule, query, key, value, want_logsumexp=True)
     assert logsumexp is not None
     return out, logsumexp.contiguous()
@@ -503,7 +510,7 @@ def _backward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan, rule = PASSES[handle], _Rule(scaling=scaling, window=window, softcap=softcap)
+    plan, rule = PASSES[handle], Rule(scaling=scaling, window=window, softcap=softcap)
     num_tokens, num_padding = plan.num_tokens, len(query) - plan.num_tokens
     do, q, k, v, o = (x[:num_tokens] for x in (grad_out, query, key, value, out))
     if not _has_varlen(rule, query, value):
@@ -547,7 +554,7 @@ def _backward_shapes(
 
 def _blocked_backward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -628,7 +635,7 @@ def _unseen(length: int, window: int | None, device: torch.device, context: int 
 
 
 def _kernel_backward(
-    rule: _Rule,
+    rule: Rule,
     context: int,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -661,7 +668,7 @@ def _kernel_backward(
 
 
 def _plain_backward(
-    rule: _Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+    rule: Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """[B, H or K, L (keys: context + L), D]. By autograd over the formula, in float32 (a soft cap, values of another
     size, CUDA)."""
@@ -680,7 +687,7 @@ def _plain_backward(
 # CUDA
 
 
-def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_varlen(rule: Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     return (
         query.is_cuda
         and rule.softcap is None
@@ -689,7 +696,7 @@ def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _one_length(plan: Pass, rule: _Rule, query: torch.Tensor) -> int | None:
+def _one_length(plan: Pass, rule: Rule, query: torch.Tensor) -> int | None:
     """The length of all sequences, where a batch of them is what computes fastest."""
     if "one_length" not in plan.cache:
         lengths = {length for length in plan.seq_lens if length}
@@ -701,7 +708,7 @@ def _one_length(plan: Pass, rule: _Rule, query: torch.Tensor) -> int | None:
 
 
 def _dense(
-    rule: _Rule, length: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    rule: Rule, length: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logsumexp comes in the kernel's own order, [B, H, length] within [H, T]."""
     q, k, v = (_batch(x, length) for x in (query_THD, key_TKD, value_TKD))
@@ -712,7 +719,7 @@ def _dense(
 
 
 def _dense_backward(
-    rule: _Rule,
+    rule: Rule,
     length: int,
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -740,7 +747,7 @@ def _stream(x_BHLD: torch.Tensor) -> torch.Tensor:
     return x_BHLD.transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _varlen_options(plan: Pass, rule: _Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
+def _varlen_options(plan: Pass, rule: Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
     """And what both kernels are told of the rule."""
     if "cu_seqlens" not in plan.cache:
         plan.cache["cu_seqlens"] = _cumulative_lengths(plan, device)
@@ -783,7 +790,7 @@ def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
 
 
 def _varlen(
-    plan: Pass, rule: _Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    plan: Pass, rule: Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels under PyTorch's own packed attention (``torch.nn.attention.varlen``), which has no way to be called
     from an operator and be differentiated there. They take fewer key heads than query heads."""
@@ -808,7 +815,7 @@ def _varlen(
 
 def _varlen_backward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -844,62 +851,26 @@ def _varlen_backward(
     return dq, dk, dv
 
 
-def _paged(
-    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+def _of_step(
+    module: nn.Module,
+    rule: Rule,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    step: PagedStep,
 ) -> torch.Tensor:
-    from descant.model.paged_attention import paged_attention, prefill_tiles
+    """Also traced by the compiler, so nothing here may read what differs between layers but the tensors bound to
+    ``module``."""
+    from descant.model.paged_attention import step_attention
 
-    kv = plan.kv
-    assert kv is not None
-    cache_key = f"paged/{query_THD.shape[1]}/{key_TKD.shape[1]}"
-    if cache_key not in plan.cache:
-        tiles, tile_tokens = prefill_tiles(plan.seq_lens, kv.context_lens, query_THD.shape[1] // key_TKD.shape[1])
-        device = query_THD.device
-        plan.cache[cache_key] = (to_device(tiles, device), tile_tokens, kv.page_table.to(device, torch.int32))
-    tiles, tile_tokens, table = cast("tuple[torch.Tensor, int, torch.Tensor]", plan.cache[cache_key])
-    return paged_attention(
+    return step_attention(
         query_THD,
         key_TKD,
         value_TKD,
-        kv.pool.keys[layer],
-        kv.pool.values[layer],
-        table,
-        tiles,
-        tile_tokens=tile_tokens,
-        splits=1,
+        cast(torch.Tensor, module.page_keys),
+        cast(torch.Tensor, module.page_values),
+        step.handle,
         scaling=rule.scaling,
         window=rule.window,
         softcap=rule.softcap,
     )
-
-
-def _decode(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: DecodePass,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """One token a sequence; also traced by the compiler, so nothing here may read what differs between layers but the
-    tensors bound to ``module``."""
-    from descant.model.paged_attention import paged_attention
-
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = paged_attention(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        cast(torch.Tensor, module.decode_keys),
-        cast(torch.Tensor, module.decode_values),
-        plan.table_NW,
-        plan.tiles_N4,
-        tile_tokens=1,
-        splits=plan.splits,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=window,
-        softcap=softcap,
-    )
-    return out_THD.unsqueeze(0)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import logging
 import math
 import mmap
@@ -288,6 +289,9 @@ class _Rows:
             return torch.frombuffer(self._memory, dtype=self._dtype).view(slots, self._row)
 
 
+_STAMPS = itertools.count()
+
+
 class _Slab:
     """All rows of one rank class, and the states of its adapters."""
 
@@ -299,6 +303,7 @@ class _Slab:
         self.num_placed = 0
         self.lora: dict[int, LoraConfig] = {}
         """Of every work row in use."""
+        self.stamps: dict[int, int] = {}
         self._device = device
         self._spare: list[torch.Tensor] = []
         """States nobody uses, kept since memory touched for the first time costs ten times as much as used memory."""
@@ -337,10 +342,11 @@ class _Slab:
     def take_work(self, lora: LoraConfig) -> int:
         slot = self.work.take(zero=False)
         self.lora[slot] = lora
+        self.stamps[slot] = next(_STAMPS)
         return slot
 
     def give_work(self, slot: int) -> None:
-        del self.lora[slot]
+        del self.lora[slot], self.stamps[slot]
         self.work.give(slot)
 
     def trim(self) -> int:
@@ -478,13 +484,16 @@ class AdapterBank:
         return adapter
 
     def let_go(self, model_id: str) -> None:
-        """Nothing for a model that was deleted meanwhile."""
+        """It was used until now, whoever computed with it meanwhile (several ranks move the same adapters, and each has
+        computed other datums). Nothing for a model that was deleted meanwhile."""
         adapter = self._adapters.get(model_id)
         if adapter is None:
             return
         if adapter.holds == 0:
             raise ServerError(f"model {model_id} is let go but was not held")
         adapter.holds -= 1
+        self._clock += 1
+        adapter.used = self._clock
         if adapter.holds == 0:
             with suppress(ServerError):  # a full disk is told to who needs the room
                 self._make_training_room(lambda: 0)
@@ -580,6 +589,12 @@ class AdapterBank:
         if slab is None or row.slot not in slab.lora:
             raise ServerError(f"row {row.slot} of rank class {row.rank_class} holds no adapter")
         return slab.lora[row.slot]
+
+    def stamp(self, row: RowRef) -> int:
+        """Another number each time the row is given to somebody. As long as it stays, so do a pinned version's
+        weights. Raises ``ServerError`` for a free row."""
+        self.lora(row)
+        return self._slabs[row.rank_class].stamps[row.slot]
 
     def trained(self, lora: LoraConfig) -> tuple[bool, ...]:
         """Which sites such an adapter trains; at the others its A and B are zero."""

@@ -67,7 +67,8 @@ class BaseModel:
         self.activations: Activations | None = None
         """What passes keep for their backward, as the warm-up found; None: unknown, nothing is recomputed."""
         self._has_graphs = False
-        self._decoder = decoder
+        self.decoder = decoder
+        """The network without its head."""
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -95,7 +96,7 @@ class BaseModel:
         self.channel.recomputed = self._recomputed_layers(pass_.num_tokens) if torch.is_grad_enabled() else 0
         try:
             with nullcontext() if compiled else self.eager():
-                hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
+                hidden_TD = forward(self.decoder, tokens_T, positions_T, pass_)
         finally:
             self.channel.current = self.channel.given = None
         if compiled and hidden_TD.requires_grad:
@@ -114,6 +115,11 @@ class BaseModel:
             return math.inf
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    @property
+    def has_experts(self) -> bool:
+        """Which tokens meet which weights is decided inside the pass."""
+        return any("experts" in name.split(".") for name, _ in self.network.named_modules())
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -177,18 +183,13 @@ class BaseModel:
             if backward:
                 hidden_TD.backward(torch.zeros_like(hidden_TD))
 
-    def decode_trunk(
-        self,
-        tokens_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        pass_: decode.DecodePass,
-        adapters: decode.DecodeAdapters,
-    ) -> torch.Tensor:
-        """Hidden states [N, D] of one new token a sequence; N at least 8. Reads nothing back from the device. Within
-        ``eager``, or with the layers' calls replaced by others: their graphs are for passes without pages."""
-        self.channel.current = adapters
+    def paged_trunk(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, step: decode.PagedStep) -> torch.Tensor:
+        """Hidden states [T, D] of a step over the KV pages on CUDA; T at least 8 in a decode step, which reads nothing
+        back from the device. Within ``eager``, or with the layers' calls replaced by others: their graphs are for
+        passes without pages."""
+        self.channel.current = step
         try:
-            return forward(self._decoder, tokens_N, positions_N, pass_)
+            return forward(self.decoder, tokens_T, positions_T, step)
         finally:
             self.channel.current = self.channel.given = None
 
@@ -254,7 +255,7 @@ def decoder_layers(network: nn.Module, num_layers: int) -> Sequence[nn.Module]:
 
 
 def forward(
-    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.DecodePass
+    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.PagedStep
 ) -> torch.Tensor:
     """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
     num_tokens = len(tokens_T)
@@ -269,10 +270,13 @@ def forward(
 def make_kv_pool(
     kv_shapes: Sequence[tuple[int, int, int]], num_pages: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
-    def pages(heads: int, size: int) -> torch.Tensor:
-        return torch.zeros(num_pages, heads, PAGE_TOKENS, size, dtype=dtype, device=device)
+    def pages(*shape: int) -> torch.Tensor:
+        return torch.zeros(num_pages, *shape, dtype=dtype, device=device)
 
+    if device.type == "cpu" and all(key == value for _, key, value in kv_shapes):
+        joined = tuple(pages(2, heads, PAGE_TOKENS, size) for heads, size, _ in kv_shapes)
+        return KVPool(keys=tuple(x[:, 0] for x in joined), values=tuple(x[:, 1] for x in joined), joined=joined)
     return KVPool(
-        keys=tuple(pages(heads, key) for heads, key, _ in kv_shapes),
-        values=tuple(pages(heads, value) for heads, _, value in kv_shapes),
+        keys=tuple(pages(heads, PAGE_TOKENS, key) for heads, key, _ in kv_shapes),
+        values=tuple(pages(heads, PAGE_TOKENS, value) for heads, _, value in kv_shapes),
     )

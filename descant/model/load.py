@@ -215,8 +215,7 @@ def load_model(
     if shard is not None:
         return model
     if compile is None:
-        has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
-        compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
+        compile = device.type == "cuda" and dtype is not torch.float32 and not model.has_experts
     recompute.attach(model.layers, model.channel)
     if compile or device.type == "cuda":
         _join_linears(network)

@@ -12,8 +12,10 @@ segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a seg
 does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
-In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried from 1 to 300 rows, 1
-and 2 threads); in fp32 the library takes another path below 4 rows, which differs by 1e-6.
+In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried up to 300 rows, 1 and
+2 threads), but alone it takes another path, where one output in 10,000 (from some 1,500 input features on; of an
+adapter's second product one in 100,000) is rounded the other way; in fp32 fewer than 4 rows differ by 1e-6. So few rows
+are filled up with zeros.
 
 Legend: T tokens, I in, O out, R rank class, G adapters of a run.
 """
@@ -36,7 +38,7 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import ServerError
 from descant.model import decode, packed
 from descant.model.bank import AdapterBank, Layout, LoraSite
-from descant.model.passes import Handles, Pass, to_device
+from descant.model.passes import MIN_ROWS, Handles, Pass, to_device
 from descant.types import SCALE_NUMERATOR
 
 if TYPE_CHECKING:
@@ -336,7 +338,7 @@ class LoraChannel:
     ``given``: an input that several layers share, and the outputs that wait for them (see ``MultiLoraLinear``).
     """
 
-    current: LoraPass | decode.DecodeAdapters | None = None
+    current: LoraPass | decode.PagedStep | None = None
     recomputed: int = 0
     given: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
@@ -359,8 +361,6 @@ class MultiLoraLinear(nn.Module):
         self.channel = channel
         self.sites: tuple[int, ...] = (site_index,)
         """Of all layers that are joined with this one, in order."""
-        self.decode_offsets: torch.Tensor | None = None
-        """int64 [K, S, 2], where the A and B of ``sites`` begin in a row of each class of the decode step."""
         self.packed: torch.Tensor | None = None
         """None of a layer that is joined."""
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
@@ -416,7 +416,7 @@ class MultiLoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
         lora = self.channel.current
-        if not isinstance(lora, decode.DecodeAdapters) and (
+        if not isinstance(lora, decode.PagedStep) and (
             lora is None or not (torch.compiler.is_compiling() or lora.trained(self.site_index))
         ):
             return self._base_alone(x)
@@ -436,7 +436,7 @@ class MultiLoraLinear(nn.Module):
         """[T, sum of widths]: what this layer and those joined with it make of ``x``, uncut. None where they are not
         computed at once: nothing is joined behind this one, or the pass is none of training's."""
         lora = self.channel.current
-        if self._joint is None or self._position > 0 or lora is None or isinstance(lora, decode.DecodeAdapters):
+        if self._joint is None or self._position > 0 or lora is None or isinstance(lora, decode.PagedStep):
             return None
         if not (torch.compiler.is_compiling() or any(lora.trained(site) for site in self.sites)):
             return None
@@ -453,13 +453,15 @@ class MultiLoraLinear(nn.Module):
         x: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
-        lora: LoraPass | decode.DecodeAdapters,
+        lora: LoraPass | decode.PagedStep,
     ) -> torch.Tensor:
         """Of all layers that are joined: [T, sum of widths]."""
         x_TI = x.reshape(-1, self.site.in_features)
-        if isinstance(lora, decode.DecodeAdapters):
-            assert self.decode_offsets is not None
-            return decode.linear(x_TI, weight_OI, bias_O, self._widths, self.decode_offsets, lora)
+        if isinstance(lora, decode.PagedStep):
+            paged: torch.Tensor = torch.ops.descant.paged_linear(
+                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths
+            )
+            return paged
         if torch.is_grad_enabled():
             recorded: torch.Tensor = _LoraLinear.apply(
                 x_TI, self._recorded, weight_OI, bias_O, lora.handle, self._sites, self._widths
@@ -547,6 +549,19 @@ def _linear_backward_op(
     return dx_TI
 
 
+def _paged_linear_op(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, decode.PAGED_STEPS[handle].adapters)
+    return y_TO
+
+
 _LIBRARY = torch.library.Library("descant", "FRAGMENT")
 _LIBRARY.define(
     "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths, bool keep) "
@@ -555,10 +570,15 @@ _LIBRARY.define(
 _LIBRARY.define(
     "lora_linear_backward(Tensor x, Tensor dy, Tensor weight, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
 )
+_LIBRARY.define(
+    "paged_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+)
 _LIBRARY.impl("lora_linear", _linear_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("lora_linear_backward", _linear_backward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_linear", _paged_linear_op, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("descant::paged_linear", lib=_LIBRARY)
 @torch.library.register_fake("descant::lora_linear", lib=_LIBRARY)
 def _linear_shape(x_TI: torch.Tensor, weight_OI: torch.Tensor, *rest: object) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
@@ -655,7 +675,8 @@ def lora_add(
 ) -> None:
     """``lora_forward`` when nothing will be pushed back. On CPU a decode step's segments of a row each are one batched
     product a side instead of two calls a segment (8 adapters, 576 → 1536, rank 16: 155 against 347 µs): in bf16 with
-    the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays."""
+    the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays. (Most models'
+    decode steps take ``wide`` instead.)"""
     runs = lora.runs(start, len(x_TI))
     if not all(_is_batched(lora, run, x_TI, sites) for run in runs):
         lora_forward(x_TI, ys, sites, lora, start=start)
@@ -665,9 +686,13 @@ def lora_add(
         for site, y_TO in zip(sites, ys):
             a_GRI = _stacked(run, layout.a_offset[site], layout.rank_class, x_TI.shape[1])
             b_GOR = _stacked(run, layout.b_offset[site], y_TO.shape[1], layout.rank_class)
-            h_GLR = torch.bmm(x_TI[tokens].view(num_groups, -1, x_TI.shape[1]), a_GRI.transpose(1, 2))
+            x_GLI = x_TI[tokens].view(num_groups, -1, x_TI.shape[1])
             y_GLO = y_TO[tokens].view(num_groups, -1, y_TO.shape[1])
-            y_GLO.baddbmm_(h_GLR, b_GOR.transpose(1, 2), alpha=run.segments[0].scale)
+            h_GLR = torch.bmm(_filled_up(x_GLI), a_GRI.transpose(1, 2))[:, : x_GLI.shape[1]]
+            few_GLO = torch.baddbmm(
+                _filled_up(y_GLO), _filled_up(h_GLR), b_GOR.transpose(1, 2), alpha=run.segments[0].scale
+            )
+            y_GLO.copy_(few_GLO[:, : x_GLI.shape[1]])
 
 
 def _is_batched(lora: LoraPass, run: _Run, x_TI: torch.Tensor, sites: Sequence[int]) -> bool:
@@ -747,13 +772,24 @@ def _view(slab_SP: torch.Tensor, slot: int, offset: int, rows: int, columns: int
 def _segment_shrink(x_TI: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> torch.Tensor:
     layout = slabs.layout
     a_RI = _view(slabs.work_SP, segment.work, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
-    return torch.mm(x_TI[segment.start : segment.end], a_RI.t())
+    x = x_TI[segment.start : segment.end]
+    return torch.mm(_filled_up(x), a_RI.t())[: len(x)]
+
+
+def _filled_up(x: torch.Tensor) -> torch.Tensor:
+    """[..., L, I] with at least ``MIN_ROWS`` rows, on CPU."""
+    missing = MIN_ROWS - x.shape[-2]
+    return x if missing <= 0 or x.is_cuda else F.pad(x, (0, 0, 0, missing))
 
 
 def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> None:
     layout = slabs.layout
     b_OR = _view(slabs.work_SP, segment.work, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
-    y_TO[segment.start : segment.end].addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    y = y_TO[segment.start : segment.end]
+    if len(y) >= MIN_ROWS or y.is_cuda:
+        y.addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    else:
+        y.copy_(torch.addmm(_filled_up(y), _filled_up(h_TR), b_OR.t(), alpha=segment.scale)[: len(y)])
 
 
 def _segment_backward(

@@ -30,6 +30,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "ranks": NOUNS | {"ports", "model", "train", "sample", "ckpt", "dist"},
     "config": NOUNS | {"service", "server", "ranks", "ckpt"},
     "bench": NOUNS | {"model", "train", "sample"},
+    "doctor": NOUNS | {"ckpt", "dist", "ranks"},
 }
 """Changes in the commit that changes the design. A package may import itself."""
 
