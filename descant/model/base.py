@@ -160,8 +160,13 @@ class BaseModel:
             hidden_TD.backward(head.dhidden_TD)
 
     def _note_activations(self, num_bytes: int) -> None:
-        """``num_bytes``: what the warm-up pass kept."""
+        """``num_bytes``: what the warm-up pass kept. It has no adapters, for which plain layers keep the inputs of
+        their products besides (compiled ones always do)."""
         num_layers, hidden_size = len(self.layers), self.head.weight_VD.shape[1]
+        if not self.compiled:
+            linears = [m for m in self.network.modules() if isinstance(m, MultiLoraLinear)]
+            inputs = sum(m.site.in_features for m in linears if m.sites[0] == m.site_index)
+            num_bytes += inputs * WARM_UP_TOKENS * self.dtype.itemsize
         if num_layers:
             self.activations = Activations(
                 num_layers=num_layers,

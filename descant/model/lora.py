@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 MAX_GROUPS = 1023
 """The CUDA kernel takes fewer than 1024 groups a call."""
 
+WITH_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0)})
+"""Capabilities of devices on which the kernels for narrow ranks find the 160 KiB that they need at most."""
+
 MAX_EVEN_TOKENS = 8
 """Longer segments gain nothing from being batched."""
 
@@ -193,8 +196,10 @@ def _step(slots: Sequence[int]) -> int | None:
 
 
 @cache
-def _has_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+def _has_kernels(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) in WITH_SHARED_MEMORY
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
@@ -247,7 +252,7 @@ class LoraPass:
                 work_SP=bank.work_slab(rank_class),
                 gradient_SP=bank.gradient_slab(rank_class),
                 layout=bank.layout(rank_class),
-                has_kernels=products == "auto" and _has_triton(bank.work_slab(rank_class).device),
+                has_kernels=products == "auto" and _has_kernels(bank.work_slab(rank_class).device),
             )
             for rank_class in {segment.rank_class for segment in segments}
         }

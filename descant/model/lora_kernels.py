@@ -104,7 +104,7 @@ def _pull(  # type: ignore[no-untyped-def]
     at_dy = dy + t[:, None].to(tl.int64) * dy_stride + tl.multiple_of(first, 8) + k[None, :]
     own, own_r = (t < end)[:, None], (r < R)[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for done in range(part * PART, min(features, part * PART + PART), BLOCK_K):
+    for done in range(part * PART, tl.minimum(features, part * PART + PART), BLOCK_K):
         inside = k < features - done
         dys = tl.load(at_dy + done, mask=own & inside[None, :], other=0.0)
         weights = tl.load(b + (done + k)[:, None] * R + r[None, :], mask=own_r & inside[:, None], other=0.0)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from descant.model import lora_kernels
+from descant.model import lora, lora_kernels
+from descant.model.fused import _swiglu, fuse
+from descant.model.load import ModelSource, _join_linears, load_model
+from descant.testing.studio import Studio, some_commands
+from descant.testing.tiny import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(
@@ -104,3 +109,29 @@ def test_nothing_of_one_adapter_reaches_another() -> None:
 def near(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> None:
     tolerance = tolerance or (1e-2 if got.dtype == torch.bfloat16 or DEVICE.type == "cuda" else 1e-5)
     assert (got.double() - want).norm() <= tolerance * want.norm()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, tests/gpu compares whole passes")
+def test_a_pass_through_them_equals_one_through_plain_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several rank classes, one beyond the kernels; shared layers, and SwiGLU over the joined output."""
+    source = ModelSource(name="qwen3", directory=tiny_model("qwen3", tmp_path / "qwen3"))
+    ranks = {"a": 4, "b": 16, "c": 16, "d": 64, "e": 128}
+    found = []
+    for through_kernels in (False, True):
+        model = load_model(source, device=DEVICE, dtype=torch.float32, check=False)
+        if through_kernels:
+            _join_linears(model.network)
+            fuse(model.network)
+            assert any(type(module).forward is _swiglu for module in model.network.modules())
+            monkeypatch.setattr(lora, "_has_kernels", lambda device: True)
+            monkeypatch.setattr(lora, "_is_grouped", lambda *_: True)
+        studio = Studio(model)
+        for number, (name, rank) in enumerate(ranks.items()):
+            studio.create(name, rank, seed=number)
+        outputs = studio.run(*some_commands(studio, list(ranks)))
+        losses = [output.metrics["loss:sum"] for output in outputs]
+        found.append((losses, {name: studio.gradient(name) for name in ranks}))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    for name in ranks:
+        assert found[0][1][name].norm() > 0
+        near(found[1][1][name], found[0][1][name], 1e-4)
