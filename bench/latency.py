@@ -102,7 +102,6 @@ class Desk:
             worker,
             emit=self._take,
             board=Board(),
-            microbatch_tokens=settings.microbatch_tokens,
             steps_per_microbatch=settings.steps_per_microbatch,
         )
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
