@@ -139,20 +139,31 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _alternate(work: Mapping[str, Callable[[], None]], device: torch.device) -> dict[str, float]:
-    """Median seconds of each, one after another in every round after one round that warms up."""
+def alternate(
+    work: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int | None = None, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each in every round (``ROUNDS`` of them), one after another, after rounds that warm up."""
     import torch
 
     seconds: dict[str, list[float]] = {name: [] for name in work}
-    for round_number in range(ROUNDS + 1):
+    for round_number in range((ROUNDS if rounds is None else rounds) + warm_up):
         for name, run in work.items():
             start = time.perf_counter()
             run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if round_number:
+            if round_number >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the rounds' ratios: what slows a whole round is in both of its figures."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def _linear_products(plain: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
@@ -231,7 +242,7 @@ def train_tokens_per_s(bench: Bench) -> Row:
         optimizer.zero_grad(set_to_none=True)
 
     try:
-        seconds = _alternate({"baseline": theirs, "value": ours, "limit": limit}, device)
+        seconds = medians(alternate({"baseline": theirs, "value": ours, "limit": limit}, device))
     finally:
         adapted.unload()
         model.bank.delete(model_id)
@@ -326,7 +337,7 @@ def sample_tokens_per_s(bench: Bench) -> Row:
         )
 
     work = {"baseline": theirs, "value": lambda: sampling.run([None]), "limit": _sampling_limit(bench)}
-    seconds = _alternate(work, device)
+    seconds = medians(alternate(work, device))
     num_tokens = NUM_SEQUENCES * SAMPLE_TOKENS
     return bench.row(
         id="sample_tokens_per_s",
@@ -363,7 +374,7 @@ def sample_adapters_tokens_per_s(bench: Bench) -> Row:
         "limit": _sampling_limit(bench),
     }
     try:
-        seconds = _alternate(work, model.device)
+        seconds = medians(alternate(work, model.device))
     finally:
         for version in versions:
             bank.release(version)

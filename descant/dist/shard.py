@@ -1,7 +1,7 @@
 """A frozen base model whose layers are spread over a group: each rank holds its part, and a layer is whole while it runs.
 
-FSDP2 (``torch.distributed.fsdp.fully_shard``) on a mesh made of one of our groups; the default group is never asked
-for. Its all-gathers go around ``Group``, so they are in no chain; points and the last resort still hold.
+FSDP2 (``torch.distributed.fsdp.fully_shard``) on a mesh made of one of our groups; the default group is never computed
+with. Its all-gathers go around ``Group``, so they are in no chain; points and the last resort still hold.
 """
 
 from __future__ import annotations

@@ -484,13 +484,16 @@ class AdapterBank:
         return adapter
 
     def let_go(self, model_id: str) -> None:
-        """Nothing for a model that was deleted meanwhile."""
+        """It was used until now, whoever computed with it meanwhile (several ranks move the same adapters, and each has
+        computed other datums). Nothing for a model that was deleted meanwhile."""
         adapter = self._adapters.get(model_id)
         if adapter is None:
             return
         if adapter.holds == 0:
             raise ServerError(f"model {model_id} is let go but was not held")
         adapter.holds -= 1
+        self._clock += 1
+        adapter.used = self._clock
         if adapter.holds == 0:
             with suppress(ServerError):  # a full disk is told to who needs the room
                 self._make_training_room(lambda: 0)

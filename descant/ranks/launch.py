@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -33,6 +31,7 @@ from descant.dist.referee import RefereeProcess
 from descant.errors import DescantError
 from descant.ranks.channel import Board, ServerChannel
 from descant.ranks.messages import FromRank, Ready, StartFailed, Starting, Stop, ToRank
+from descant.ranks.rank_main import rank_command, rank_environment
 from descant.ranks.settings import RankSettings, RankSpec, Seat
 
 if TYPE_CHECKING:
@@ -69,7 +68,9 @@ class Link(Protocol):
     """The started ranks of one replica, whatever they run in."""
 
     pids: Sequence[int]
-    """The ranks' processes, by rank; none where they are not processes of this machine."""
+    """The ranks' processes, by rank; none where they are not processes."""
+    nodes: Sequence[str]
+    """The machine of each, as people call it; "" for this one."""
 
     def send(self, message: ToRank) -> None:
         """To rank 0."""
@@ -104,8 +105,11 @@ class RankHandle(Protocol):
     """One started rank, as ``Ranks`` needs it."""
 
     pid: int
-    board: Board
+    node: str
+    """Its machine, as people call it; "" for this one."""
 
+    @property
+    def board(self) -> BoardReader: ...
     def send(self, message: ToRank) -> None: ...
     def kill(self) -> None: ...
     async def exited(self) -> str:
@@ -117,6 +121,12 @@ class RankHandle(Protocol):
     def close(self) -> None:
         """Lets go of what outlives it."""
         ...
+
+
+class BoardReader(Protocol):
+    """The server's end of a ``channel.Board``."""
+
+    def read(self) -> tuple[int, str]: ...
 
 
 class Ranks:
@@ -131,13 +141,18 @@ class Ranks:
         self._directory = directory
         self._culprit = 0
         self._stopping = False
+        self._killed = False
+        self._verdict: DistributedFailure | None = None
         self.pids: Sequence[int] = [process.pid for process in ranks]
+        self.nodes: Sequence[str] = [process.node for process in ranks]
 
     def send(self, message: ToRank) -> None:
         self._stopping = self._stopping or isinstance(message, Stop)
         self._ranks[0].send(message)
 
     def kill(self) -> None:
+        self._verdict = self._verdict or self._read_verdict()  # what comes afterwards would blame whom we have killed
+        self._killed = True
         for process in self._ranks:
             process.kill()
 
@@ -149,23 +164,25 @@ class Ranks:
         if others and self._stopping:
             done, others = await asyncio.wait(endings, timeout=STOP_TIMEOUT_S)
         first = min(rank for rank, ending in enumerate(endings) if ending in done)
-        verdict = await self._verdict(wait=bool(others))
+        limit = asyncio.get_running_loop().time() + VERDICT_TIMEOUT_S
+        while others and not self._killed and self._read_verdict() is None:
+            if asyncio.get_running_loop().time() >= limit:
+                break
+            await asyncio.sleep(0.02)
         self.kill()
         await asyncio.wait(endings)
         await asyncio.to_thread(self._referee.close)
-        verdict = verdict or await self._verdict(wait=False)
-        blamed = [rank for rank in verdict.culprits if rank >= 0] if verdict is not None else []
+        blamed = [rank for rank in self._verdict.culprits if rank >= 0] if self._verdict is not None else []
         self._culprit = blamed[0] if blamed else first
-        return End(how=endings[self._culprit].result(), rank=self._culprit, verdict=verdict)
+        return End(how=endings[self._culprit].result(), rank=self._culprit, verdict=self._verdict)
 
-    async def _verdict(self, *, wait: bool) -> DistributedFailure | None:
-        assert self._directory is not None
+    def _read_verdict(self) -> DistributedFailure | None:
+        """None until there is one."""
+        if self._directory is None:
+            return None
         path = Path(self._directory) / "failure.json"
-        limit = asyncio.get_running_loop().time() + (VERDICT_TIMEOUT_S if wait else 0.0)
-        while not path.exists():  # renamed into place, so it is whole
-            if asyncio.get_running_loop().time() >= limit:
-                return None
-            await asyncio.sleep(0.02)
+        if not path.exists():  # renamed into place, so it is whole
+            return None
         try:
             return read_report(str(path))
         except (OSError, ValueError, KeyError, TypeError):
@@ -238,6 +255,12 @@ def _starting_only(rank: int, receive: Receive) -> Receive:
     return listen
 
 
+def exit_in_words(pid: int, code: int, *, node: str = "") -> str:
+    """``code`` as ``subprocess`` gives it: below 0 a signal."""
+    who = f"process {pid}" + (f" on {node}" if node else "")
+    return f"({who}) was killed by {signal.Signals(-code).name}" if code < 0 else f"({who}) exited with code {code}"
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Ranks in processes of this machine
 
@@ -252,6 +275,7 @@ class _RankProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, channel: ServerChannel, board: Board):
         self.pid = process.pid
+        self.node = ""
         self.board = board
         self._process = process
         self._channel = channel
@@ -263,26 +287,15 @@ class _RankProcess:
         ours, theirs = socket.socketpair()
         board = Board()
         spec = seat.spec
-        root = str(Path(__file__).parents[2])
-        env = {**os.environ, **spec.env}
-        if spec.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = spec.gpus[seat.rank]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-        env["PYTHONUNBUFFERED"] = "1"
-        if "OMP_WAIT_POLICY" not in env:
-            # Torch's OpenMP threads spin for milliseconds at each barrier, and on a machine shared with clients they
-            # spin while the thread they wait for has no core. A pass of 256 tokens (135 M parameters, 2 busy cores):
-            # 11 s as it comes, 7 s at 20000 spins, 1.4 s at 1000 and at none.
-            env.setdefault("GOMP_SPINCOUNT", "1000")
+        visible = {"CUDA_VISIBLE_DEVICES": spec.gpus[seat.rank]} if spec.gpus else {}
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "descant.ranks.rank_main"),
-                *map(str, (theirs.fileno(), board.fd, os.getpid())),
+                *rank_command(theirs.fileno(), board.fd),
                 pass_fds=(theirs.fileno(), board.fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=env,
+                env=rank_environment({**spec.env, **visible}),
             )
         except BaseException:
             ours.close()
@@ -312,9 +325,7 @@ class _RankProcess:
         await asyncio.wait([self._channel.closed, self._output], timeout=EXIT_TIMEOUT_S)
         self._output.cancel()
         self._channel.close()
-        if code < 0:
-            return f"(process {self.pid}) was killed by {signal.Signals(-code).name}"
-        return f"(process {self.pid}) exited with code {code}"
+        return exit_in_words(self.pid, code)
 
     def last_lines(self) -> str:
         return "\n".join(self._lines)
@@ -338,9 +349,13 @@ class _RankProcess:
             self._keep(rest)
 
     def _keep(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        self._lines.append(text)
-        logging.getLogger("descant.rank").info("%s", text)
+        keep_line(self._lines, line.decode(errors="replace").rstrip())
+
+
+def keep_line(lines: deque[str], line: str) -> None:
+    """A line that a rank has printed: into the log, and kept for the message of its death."""
+    lines.append(line)
+    logging.getLogger("descant.rank").info("%s", line)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -352,6 +367,7 @@ class ThreadLink:
 
     def __init__(self, settings: RankSettings, receive: Receive):
         self.pids: Sequence[int] = ()
+        self.nodes: Sequence[str] = ()
         self._board = Board()
         self._settings = settings
         self._receive = receive
@@ -379,7 +395,6 @@ class ThreadLink:
                 executor,
                 emit=self._emit,
                 board=self._board,
-                microbatch_tokens=self._settings.microbatch_tokens,
                 steps_per_microbatch=self._settings.steps_per_microbatch,
             )
             self._emit(Ready(facts=executor.facts, capabilities=executor.capabilities))

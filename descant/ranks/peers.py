@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from descant.dist.failure import DistributedFailure
 from descant.dist.mesh import Mesh
 from descant.dist.point import Member
 from descant.dist.referee import Invitation
@@ -66,6 +67,11 @@ class Peers:
     def turn(self, kind: str, number: int) -> AbstractContextManager[None]:
         """Where the ranks are, in every message about them."""
         return nullcontext()
+
+    def over(self, what: str, error: Exception) -> DistributedFailure:
+        """To be raised for what went wrong here and maybe nowhere else, and cannot be undone."""
+        cause = f"{what} failed there alone: {error or type(error).__name__}"
+        return DistributedFailure(culprits=[self.rank], where=what, cause=cause)
 
 
 class _MeshPeers(Peers):

@@ -19,14 +19,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from descant.errors import DescantError, RankDied, ServerError
+from descant.ranks.health import Death, Health
 from descant.ranks.launch import End, Launcher, Link, Phase, ThreadLink, start_processes
 from descant.ranks.messages import (
     Cancel,
+    Count,
     Drop,
     Failed,
     Finished,
@@ -66,6 +68,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 1.0
+WATCH_GRACE_S = 5.0
 
 
 class Replica:
@@ -89,6 +92,9 @@ class Replica:
         self._ready: asyncio.Future[Ready] | None = None
         self._phase = "starting the process"
         self._died: RankDied | None = None
+        self.death: Death | None = None
+        """The last."""
+        self._turn, self._turn_since = -1, 0.0
         self._closing = False
         self._num_calls = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -160,6 +166,20 @@ class Replica:
         """The processes of its ranks, by rank; none in process, or when there is none."""
         return () if self._link is None else tuple(self._link.pids)
 
+    @property
+    def health(self) -> Health:
+        _, runs = (0, "") if self._link is None else self._link.board()
+        return Health(
+            state="serving" if self.serving else "starting" if self.alive else "down",
+            pids=self.pids,
+            nodes=() if self._link is None else tuple(self._link.nodes),
+            device=self.facts.device,
+            runs=runs,
+            runs_s=asyncio.get_running_loop().time() - self._turn_since if runs else 0.0,
+            num_commands=len(self._calls),
+            num_samplings=len(self._samples),
+        )
+
     async def _start(self, on_phase: Phase | None) -> None:
         loop = asyncio.get_running_loop()
         self._on_phase = on_phase
@@ -189,18 +209,23 @@ class Replica:
     async def _watch_link(self, link: Link) -> None:
         """Until the ranks have ended; then everything pending fails. Ends them when one hangs in a turn."""
         ended = asyncio.create_task(link.ended())
-        turn, since, stopped, how = -1, 0.0, 0, ""
+        since, stopped, how = 0.0, 0, ""
         now = asyncio.get_running_loop().time
+        several = self._settings.ranks_per_replica > 1  # they have the same limit, and know who is late
+        limit = self._settings.turn_timeout_s + (WATCH_GRACE_S if several else 0.0)
         while not ended.done():
             await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
             number, runs = link.board()
-            if number != turn or not (runs or self._calls or self._samples):
-                turn, since = number, now()
+            if number != self._turn:
+                self._turn, self._turn_since = number, now()
+                since = now()
+            elif not (runs or self._calls or self._samples):
+                since = now()
             held = link.stopped()
             stopped = stopped + 1 if held else 0
             if how or ended.done():
                 continue
-            if now() - since > self._settings.turn_timeout_s:
+            if now() - since > limit:
                 how = f"was ended, having been silent for {self._settings.turn_timeout_s:g} s"
                 link.kill()
             elif stopped > 1:
@@ -225,6 +250,7 @@ class Replica:
         self._link = None
         lines = link.last_lines()
         link.close()
+        self.death = Death(message=message, last_lines=lines, verdict=end.verdict)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(ServerError(message + (f"; its last lines:\n{lines}" if lines else "")))
             self._ready.exception()  # whoever waited may have given up
@@ -329,6 +355,10 @@ class Replica:
     async def cancel(self, request_id: str) -> None:
         if self.alive and request_id in self._samples:
             self._send(Cancel(request_id=request_id))
+
+    # ------------------------------------------------------------------------------------------------ Measured
+    async def stats(self) -> Mapping[str, float]:
+        return cast(Mapping[str, float], await self._call(lambda call: Count(call=call), "a count"))
 
     # ------------------------------------------------------------------------------------------------ Progress
     def running(self) -> str:

@@ -14,7 +14,7 @@ are not the same any more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, assert_never
 
@@ -56,6 +56,7 @@ class Team:
     def __init__(self, worker: Worker, peers: Peers):
         self.facts, self.capabilities = worker.facts, worker.capabilities
         self.num_ranks = peers.num_ranks
+        self.microbatch_tokens = worker.microbatch_tokens
         self._worker, self._peers = worker, peers
         self._untold: list[Turn] = []
         self._number = 0
@@ -72,7 +73,7 @@ class Team:
     def _do(self, turn: Turn) -> None:
         """One without an outcome."""
         self._untold.append(turn)
-        _silently(self._worker, turn)
+        _silently(self._worker, self._peers, turn)
 
     # ------------------------------------------------------------------------------------------------ turns
     def idle(self) -> None:
@@ -122,6 +123,9 @@ class Team:
     # ------------------------------------------------------------------------------------------------ rank 0's own
     def make_scheduler(self) -> Scheduler:
         return self._worker.make_scheduler()
+
+    def stats(self) -> Mapping[str, float]:
+        return self._worker.stats()
 
     def adapter_bytes(self, model_id: str) -> tuple[int, int]:
         return self._worker.adapter_bytes(model_id)
@@ -176,7 +180,7 @@ def _execute(worker: Worker, peers: Peers, turn: Turn) -> None:
             case Pin():
                 _pin(worker, peers, turn.version)
             case _:
-                _silently(worker, turn)
+                _silently(worker, peers, turn)
     except DistributedFailure:
         raise
     except DescantError:  # everybody's outcome; rank 0 tells whom it concerns
@@ -192,7 +196,10 @@ def _microbatch(worker: Worker, peers: Peers, turn: Microbatch) -> list[Outcome]
     for report in reports:
         if isinstance(report, DescantError):  # outside any request: what was in the turn is given up, on all ranks
             raise report
-    return worker.finish_microbatch(turn, reports)
+    try:
+        return worker.finish_microbatch(turn, reports)
+    except Exception as error:  # others have committed
+        raise peers.over("a commit", error) from error
 
 
 def _sample_step(
@@ -224,7 +231,15 @@ def _pin(worker: Worker, peers: Peers, version: Version | None) -> None:
     _all_or_none(peers, lambda: worker.acquire(version), lambda: worker.free(version))
 
 
-def _silently(worker: Worker, turn: Turn) -> None:
+def _silently(worker: Worker, peers: Peers, turn: Turn) -> None:
+    """A turn that cannot fail."""
+    try:
+        _do_silently(worker, turn)
+    except Exception as error:
+        raise peers.over(type(turn).__name__, error) from error
+
+
+def _do_silently(worker: Worker, turn: Turn) -> None:
     match turn:
         case Prefetch():
             worker.prefetch(turn.model_ids, keep=turn.keep)

@@ -249,12 +249,12 @@ def split(
 ) -> tuple[tuple[tuple[Part, ...], ...], ...]:
     """``Microbatch.shares`` of a choice: each datum on one rank, ranks even in tokens, as many passes for each.
 
-    Datums that share a prefix stay together, unless together they are more than one rank's even share: then the prefix
-    is computed once more on the next rank. A rank's passes have ``pass_tokens`` at most (a datum larger than that has
-    one of its own); alone, a rank has one pass, whatever is in it."""
+    Datums that share a prefix stay together, unless together they are much more than one rank's even share and than the
+    prefix: then that is computed once more on the next rank. A rank's passes have ``pass_tokens`` at most (a datum
+    larger than that has one of its own); alone, a rank has one pass, whatever is in it."""
     if num_ranks == 1:
         return ((tuple(datum.part for datum in data),),)
-    groups = _sharing(data, -(-sum(_costs(data)) // num_ranks))
+    groups = _sharing(data, num_ranks)
     loads = [0] * num_ranks
     taken: list[list[int]] = [[] for _ in range(num_ranks)]
     for cost, indices in sorted(groups, key=lambda group: (-group[0], group[1][0])):
@@ -281,19 +281,37 @@ def _follows(before: WaitingDatum, datum: WaitingDatum) -> bool:
     return datum.shared > 0 and (before.part.request, before.part.datum + 1) == (datum.part.request, datum.part.datum)
 
 
-def _sharing(data: Sequence[WaitingDatum], most: int) -> list[tuple[int, list[int]]]:
-    """(tokens, indices) of datums that stay together: at most ``most`` tokens, or one datum."""
-    last: dict[RequestKey, tuple[int, int]] = {}
-    groups: list[tuple[int, list[int]]] = []
+def _sharing(data: Sequence[WaitingDatum], num_ranks: int) -> list[tuple[int, list[int]]]:
+    """(tokens, indices) of datums that stay together."""
+    chains: list[list[int]] = []
+    last: dict[RequestKey, list[int]] = {}
     for index, datum in enumerate(data):
-        group, before = last.get(datum.part.request, (-1, -1))
-        if before >= 0 and _follows(data[before], datum) and groups[group][0] + datum.added_tokens <= most:
-            groups[group] = (groups[group][0] + datum.added_tokens, [*groups[group][1], index])
+        chain = last.get(datum.part.request)
+        if chain is None or not _follows(data[chain[-1]], datum):
+            chain = []
+            chains.append(chain)
+        chain.append(index)
+        last[datum.part.request] = chain
+    even_share = sum(_costs(data)) / num_ranks
+    return [piece for chain in chains for piece in _cut(data, chain, even_share)]
+
+
+def _cut(data: Sequence[WaitingDatum], chain: Sequence[int], even_share: float) -> list[tuple[int, list[int]]]:
+    first, *rest = (data[index] for index in chain)
+    total = first.tokens + sum(datum.added_tokens for datum in rest)
+    num_pieces = 1 if total <= max(1.25 * even_share, 2 * first.tokens) else math.ceil(total / even_share)
+    pieces: list[tuple[int, list[int]]] = []
+    done, number = 0, -1
+    for index in chain:
+        datum = data[index]
+        if (piece := int(num_pieces * done / total)) > number:
+            number = piece
+            pieces.append((datum.tokens, [index]))
         else:
-            group = len(groups)
-            groups.append((datum.tokens, [index]))
-        last[datum.part.request] = (group, index)
-    return groups
+            tokens, indices = pieces[-1]
+            pieces[-1] = (tokens + datum.added_tokens, [*indices, index])
+        done += datum.added_tokens if index != chain[0] else datum.tokens
+    return pieces
 
 
 def _passes(data: Sequence[WaitingDatum], pass_tokens: int) -> tuple[tuple[Part, ...], ...]:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from multiprocessing.reduction import DupFd
@@ -22,19 +22,21 @@ import pytest
 import torch
 
 from descant.dist.process import process_status
-from descant.errors import RankDied
+from descant.errors import DescantError, RankDied, ServerError, UserError
 from descant.model.load import ModelSource, load_model
 from descant.ranks import rank_main
 from descant.ranks.channel import Board, RankChannel, ServerChannel
-from descant.ranks.launch import EXIT_TIMEOUT_S, Link, Receive, start_ranks
+from descant.ranks.launch import EXIT_TIMEOUT_S, Link, Receive, exit_in_words, start_ranks
 from descant.ranks.messages import ToRank
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
 from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSettings, RankSpec, Seat
 from descant.ranks.turns import Microbatch
-from descant.ranks.worker import Worker
+from descant.ranks.worker import Report, Worker
+from descant.sample.scheduler import SequenceOutput, StepPlan
 from descant.testing.tiny import tiny_model
+from descant.types import Command, ForwardBackward, Result, Version
 
 SETTINGS = RankSettings(
     dtype="float32",
@@ -70,11 +72,58 @@ def build_slow(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Wo
     return worker
 
 
+def build_odd(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
+    """The last rank of several goes wrong where a model's id says so, and the others do not."""
+    worker = build_tiny(spec, phase, peers)
+    return worker if peers.rank < peers.num_ranks - 1 else _Odd(worker)
+
+
+def build_odd_from_the_start(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
+    """The last rank cannot serve the model, the others can."""
+    if peers.rank == peers.num_ranks - 1:
+        raise UserError(f"{spec.model} cannot be served here")
+    return build_tiny(spec, phase, peers)
+
+
+class _Odd(Worker):
+    def __init__(self, worker: Worker):
+        self.__dict__.update(worker.__dict__)
+
+    def begin_microbatch(self, turn: Microbatch) -> Report:
+        models = {part.request[0] for part in turn.parts}
+        if "sleeps" in models:
+            time.sleep(3600)
+        if "breaks" in models:
+            raise RuntimeError("secret detail")
+        return super().begin_microbatch(turn)
+
+    def _open(self, command: ForwardBackward) -> None:
+        if command.model_id == "has no room":
+            raise ServerError("there is no room here")
+        super()._open(command)
+
+    def _row(self, command: Command, loaded: Any) -> Result:
+        if command.model_id == "is alone":
+            raise ServerError("there is no disk here")
+        return super()._row(command, loaded)
+
+    def acquire(self, version: Version | None) -> None:
+        if version is not None and version.model_id == "is not pinned":
+            raise ServerError("its file cannot be read here")
+        super().acquire(version)
+
+    def sample(self, plan: StepPlan | None) -> Sequence[SequenceOutput] | DescantError | None:
+        if plan is not None and any(len(step.tokens) == 13 for step in plan.sequences):
+            return ServerError("this rank does not sample 13 tokens")
+        return super().sample(plan)
+
+
 class _ForkedRank:
     """``RankHandle`` of a process that was forked off one which has loaded torch: it begins in milliseconds."""
 
     def __init__(self, process: Any, channel: ServerChannel, board: Board):
         self.pid: int = process.pid
+        self.node = ""
         self.board = board
         self._process, self._channel = process, channel
         self._ended = asyncio.Event()
@@ -106,7 +155,7 @@ class _ForkedRank:
         self._process.join()
         await asyncio.wait([self._channel.closed], timeout=EXIT_TIMEOUT_S)
         self._channel.close()
-        return f"(process {self.pid}) ended with code {self._process.exitcode}"
+        return exit_in_words(self.pid, self._process.exitcode)
 
     def last_lines(self) -> str:
         return ""
@@ -189,4 +238,4 @@ async def tiny_replica_set(
         replicas = [
             await stack.enter_async_context(tiny_replica(directories, settings=settings)) for _ in range(num_replicas)
         ]
-        yield ReplicaSet(replicas, full=settings.max_running)
+        yield ReplicaSet(replicas)

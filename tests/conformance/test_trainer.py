@@ -17,7 +17,7 @@ from descant.errors import DescantError, NotFound, UserError
 from descant.ranks.replica import Replica
 from descant.ranks.replica_set import ReplicaSet
 from descant.testing.fakes import Adapter, FakeTrainer, FakeWorld
-from descant.testing.ranks import tiny_replica, tiny_replica_set
+from descant.testing.ranks import tiny_ranks, tiny_replica, tiny_replica_set
 from descant.testing.trainer import TrainerSuite
 from descant.types import (
     AdamParams,
@@ -50,6 +50,13 @@ class TestReplica(TrainerSuite):
     @pytest.fixture
     async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
         async with tiny_replica(tmp_path_factory) as replica:
+            yield replica
+
+
+class TestReplicaOfTwoRanks(TrainerSuite):
+    @pytest.fixture
+    async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
+        async with tiny_ranks(tmp_path_factory) as replica:
             yield replica
 
 

@@ -236,3 +236,13 @@ def test_the_check_in_float32_leaves_the_weights_as_they_were(tmp_path: Path) ->
 def test_the_directory_serves_the_tokenizer_by_the_models_name(tmp_path: Path) -> None:
     source = resolve_model(str(tiny_model("llama", tmp_path)))
     assert AutoTokenizer.from_pretrained(source.name).eos_token_id == EOS_TOKEN_ID
+
+
+def test_what_shares_no_pass_is_not_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a sharded base make their passes together, as many each."""
+    alone = selfcheck.Verdict(packable=False, kv_shapes={0: (2, 8, 8), 1: (2, 8, 8)})
+    monkeypatch.setattr(selfcheck, "selfcheck", lambda *args, **options: alone)
+    source = resolve_model(str(tiny_model("llama", tmp_path)))
+    assert not load_model(source, device=CPU, dtype=torch.float32).packable
+    with pytest.raises(UserError, match=r"LlamaForCausalLM cannot be served: its layers cannot be sharded"):
+        load_model(source, device=CPU, dtype=torch.float32, shard=lambda root, layers: pytest.fail("sharded"))

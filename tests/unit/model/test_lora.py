@@ -14,7 +14,7 @@ from descant.errors import ServerError
 from descant.model import decode
 from descant.model.bank import AdapterBank, LoraSite
 from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped, lora_add, lora_forward
-from descant.model.passes import KVPool, Pass, Segment
+from descant.model.passes import Pass, Segment
 from descant.types import LoraConfig
 
 torch.set_num_threads(1)
@@ -534,17 +534,14 @@ def test_a_decode_step_without_adapters_is_the_base(joined: bool) -> None:
     want = [layer.base(x) for layer in layers]
     if joined:
         MultiLoraLinear.join(layers)
-    offsets = {
-        layer.sites: decode.site_offsets(bank, [8, 16], layer.sites, torch.device("cpu"))
-        for layer in decode.linears(network)
-    }
-    assert list(offsets) == ([(0, 1, 2)] if joined else [(0,), (1,), (2,)])
-    decode.bind(network, KVPool(keys=(), values=()), offsets)
-    for layer in layers:
-        where = [[(bank.layout(c).a_offset[s], bank.layout(c).b_offset[s]) for s in layer.sites] for c in (8, 16)]
-        assert layer.decode_offsets is not None
-        assert layer.decode_offsets.tolist() == [[list(pair) for pair in pairs] for pairs in where]
-    channel.current = decode.DecodeAdapters(classes=())
+    products = decode.products(network)
+    assert products == ({(0, 1, 2)} if joined else {(0,), (1,), (2,)})
+    for rank_class in (8, 16):
+        layout = bank.layout(rank_class)
+        for sites, offsets in decode.site_offsets(bank, rank_class, products, torch.device("cpu")).items():
+            assert offsets.tolist() == [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
+    step = decode.PagedStep(attention=Pass(seq_lens=(TOKENS,)), adapters=())
+    channel.current = step
     with torch.no_grad():
         got = [layer(x) for layer in layers]
     assert channel.given is None

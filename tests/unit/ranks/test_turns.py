@@ -18,6 +18,7 @@ from descant.ranks.turns import (
     credit_after,
     decide,
     served_on_arrival,
+    split,
 )
 from descant.train.step import Part
 from descant.types import AdamParams, Command, CreateModel, LoraConfig, OptimStep
@@ -268,3 +269,78 @@ def test_sharing_has_an_end() -> None:
     )
     choice = decide(waiting(WaitingModel(model_id="a", data=same)), microbatch_tokens=100)
     assert len(choice.parts) == 3  # 80 + 10 + 10
+
+
+# ---------------------------------------------------------------------------------------------------- several ranks
+
+
+def request(*tokens: int, model: str = "a", shared: int = 0) -> list[WaitingDatum]:
+    """One request's datums; each but the first shares ``shared`` tokens with the one before it."""
+    return [
+        WaitingDatum(part=Part(request=(model, 1), datum=index), tokens=count, shared=shared if index else 0)
+        for index, count in enumerate(tokens)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "num_ranks", "expected"),
+    [
+        pytest.param(request(10, 10, 10, shared=9), 2, ["a0 a1 a2", ""], id="unless the prefix is nearly all"),
+        pytest.param([*request(5, 50), *request(7, model="b")], 1, ["a0 a1 b0"], id="one rank: one pass, in order"),
+        pytest.param(request(8, 3, 5, 2), 2, ["a0 a3", "a1 a2"], id="even in tokens, in order on each"),
+        pytest.param(request(3), 3, ["a0", "", ""], id="fewer datums than ranks"),
+        pytest.param(request(9, 9, 9), 2, ["a0 | a2", "a1 |"], id="passes within the budget, as many on each rank"),
+        pytest.param(request(30, 2, 2), 2, ["a0", "a1 a2"], id="larger than the budget: a pass of its own"),
+        pytest.param(
+            [*request(10, 10, shared=8), *request(6, 6, model="b", shared=4)],
+            2,
+            ["a0 a1", "b0 b1"],
+            id="what shares a prefix stays together",
+        ),
+        pytest.param(
+            request(4, *[7] * 7, shared=4), 2, ["a4 a5 a6 a7", "a0 a1 a2 a3"], id="unless it is much more than even"
+        ),
+    ],
+)
+def test_datums_are_shared_out(data: list[WaitingDatum], num_ranks: int, expected: list[str]) -> None:
+    shares = split(data, num_ranks, pass_tokens=16)
+    told = [
+        " | ".join(" ".join(f"{part.request[0]}{part.datum}" for part in parts) for parts in passes).strip()
+        for passes in shares
+    ]
+    assert told == expected
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 30)), min_size=1, max_size=40),
+    num_models=st.integers(1, 3),
+    num_ranks=st.integers(1, 5),
+)
+def test_every_datum_is_on_one_rank_and_no_rank_has_much_more(
+    lengths: list[tuple[int, int]], num_models: int, num_ranks: int
+) -> None:
+    seen: Counter[int] = Counter()
+    data = []
+    for index, (tokens, shared) in enumerate(lengths):
+        model = index % num_models
+        part = Part(request=(f"m{model}", 1), datum=seen[model])
+        shared = min(shared, tokens - 1) if seen[model] else 0
+        seen[model] += 1
+        data.append(WaitingDatum(part=part, tokens=tokens, shared=shared))
+    shares = split(data, num_ranks, pass_tokens=50)
+    dealt = [part for passes in shares for parts in passes for part in parts]
+    assert Counter(dealt) == Counter(datum.part for datum in data)
+    assert len({len(passes) for passes in shares}) == 1
+    tokens_of = {datum.part: datum.tokens for datum in data}
+    if num_ranks > 1:
+        for passes in shares:
+            own = [part for parts in passes for part in parts]
+            assert own == sorted(own, key=dealt_order(data).__getitem__)
+    if num_ranks > 1 and all(datum.shared == 0 for datum in data):
+        loads = [sum(tokens_of[part] for parts in passes for part in parts) for passes in shares]
+        assert max(loads) - min(loads) <= max(tokens_of.values())
+        assert all(sum(map(tokens_of.__getitem__, parts)) <= 50 for passes in shares for parts in passes)
+
+
+def dealt_order(data: list[WaitingDatum]) -> dict[Part, int]:
+    return {datum.part: index for index, datum in enumerate(data)}

@@ -1,0 +1,92 @@
+"""On two CUDA devices: a replica of two ranks (NCCL) gives what one gives, also with the base sharded over them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from descant.errors import RankDied
+from descant.ranks.replica import Replica
+from descant.ranks.settings import RankSettings, RankSpec
+from descant.testing.engine import request, sampled
+from descant.testing.story import assert_alike, story
+from descant.testing.tiny import tiny_model
+from descant.testing.trainer import Model, result
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+SETTINGS = RankSettings(
+    dtype="float32",
+    device="cuda",
+    microbatch_tokens=32,
+    kv_bytes=1 << 24,
+    max_running=8,
+    max_waiting=8,
+    step_tokens=32,
+    max_adapter_bytes=1 << 28,
+)
+NOTICED_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@asynccontextmanager
+async def ranks(
+    model: Path, num_ranks: int, deaths: list[RankDied] | None = None, **settings: object
+) -> AsyncIterator[Replica]:
+    spec = RankSpec(
+        model=str(model),
+        settings=replace(SETTINGS, ranks_per_replica=num_ranks, **settings),  # type: ignore[arg-type]
+        gpus=tuple(str(number) for number in range(num_ranks)),
+    )
+    replica = await Replica.start(spec, on_death=None if deaths is None else deaths.append)
+    try:
+        yield replica
+    finally:
+        await replica.close()
+
+
+async def test_two_devices_give_the_numbers_of_one(tiny: Path, tmp_path: Path) -> None:
+    async with ranks(tiny, 1) as replica:
+        alone = await story(replica, tmp_path / "alone")
+    async with ranks(tiny, 2) as replica:
+        assert_alike(await story(replica, tmp_path / "two"), alone)
+    async with ranks(tiny, 2, shard_base=True) as replica:
+        assert_alike(await story(replica, tmp_path / "sharded"), alone)
+
+
+@pytest.mark.parametrize("shard_base", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_the_death_of_a_rank_is_noticed_and_mended(tiny: Path, number: signal.Signals, shard_base: bool) -> None:
+    deaths: list[RankDied] = []
+    async with ranks(tiny, 2, deaths, shard_base=shard_base) as replica:
+        model, pids = Model(replica), replica.pids
+        await result(model.create())
+        await model.train(2)
+        pending = [model.backward() for _ in range(200)]
+        os.kill(pids[1], number)
+        async with asyncio.timeout(2 * NOTICED_S):
+            outcomes = await asyncio.gather(*pending, return_exceptions=True)
+        died = [outcome for outcome in outcomes if isinstance(outcome, RankDied)]
+        assert died
+        assert "rank 1" in str(died[0])
+        assert len(deaths) == 1
+        await replica.restart()
+        again = Model(replica, "again")
+        await result(again.create())
+        await again.train(1)
+        assert len((await sampled(replica, request())).tokens()) == 4

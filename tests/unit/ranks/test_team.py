@@ -1,0 +1,210 @@
+"""Several ranks as one replica: the same numbers as one rank gives, whatever is shared out, and one end for all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from descant.errors import RankDied, ServerError, UserError
+from descant.ranks.launch import start_processes
+from descant.ranks.replica import Replica
+from descant.ranks.settings import RankSettings, RankSpec
+from descant.testing.engine import frozen, request, sampled
+from descant.testing.ranks import SETTINGS, tiny_ranks, tiny_replica, written
+from descant.testing.story import Record, assert_alike, data, story, stream
+from descant.testing.trainer import Model, datum, error, output, result
+
+NOTICED_S = 5.0
+"""A rank that is dead or stopped is told of within this."""
+
+SETTINGS_32 = replace(SETTINGS, microbatch_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    async def tell() -> Record:
+        async with tiny_replica(tmp_path_factory, settings=SETTINGS_32) as replica:
+            return await story(replica, tmp_path_factory.mktemp("alone"))
+
+    return asyncio.run(tell())
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        pytest.param(2, SETTINGS_32, id="two ranks"),
+        pytest.param(3, SETTINGS_32, id="three ranks"),
+        pytest.param(2, replace(SETTINGS_32, shard_base=True), id="two ranks, a sharded base"),
+        pytest.param(2, replace(SETTINGS_32, max_adapter_bytes=1), id="two ranks, room for one adapter"),
+    ],
+)
+async def test_several_ranks_give_the_numbers_of_one(
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    alone: Record,
+    num_ranks: int,
+    settings: RankSettings,
+) -> None:
+    async with tiny_ranks(tmp_path_factory, num_ranks, settings=settings) as replica:
+        assert_alike(await story(replica, tmp_path), alone)
+
+
+# ---------------------------------------------------------------------------------------------- one of them goes wrong
+
+
+@pytest.fixture
+async def odd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
+    async with tiny_ranks(tmp_path_factory, build="build_odd") as replica:
+        yield replica
+
+
+async def test_what_one_rank_cannot_open_none_has_opened(odd: Replica) -> None:
+    model, other = Model(odd, "has no room"), Model(odd, "other")
+    await asyncio.gather(result(model.create()), result(other.create()))
+    beside = other.backward()
+    refused, step = model.backward(data(5, 4, 3)), model.step()
+    assert "there is no room here" in str(await error(refused, ServerError))
+    assert "there is no room here" in str(await error(step, UserError)), "the step says what is missing"
+    assert (await output(beside)).metrics["loss:sum"] > 0
+    await result(model.step())  # of zeros: the gradient is cleared on every rank
+    await other.train(2)
+
+
+async def test_a_pass_that_breaks_on_one_rank_breaks_on_all(odd: Replica) -> None:
+    model, other = Model(odd, "breaks"), Model(odd, "other")
+    await asyncio.gather(result(model.create()), result(other.create()))
+    before = await other.loss()
+    broken, step = model.backward(data(5, 4, 3)), model.step()
+    failure = await error(broken, ServerError)
+    assert "RuntimeError" in str(failure)
+    assert "secret" not in str(failure)
+    assert "seq_id 1" in str(await error(step, UserError))
+    assert await other.loss() == before
+    await other.train(2)
+
+
+async def test_a_version_is_pinned_on_all_ranks_or_on_none(odd: Replica) -> None:
+    model = Model(odd, "is not pinned")
+    await result(model.create())
+    ref = await frozen(model, for_disk=False)
+    await odd.publish(ref)
+    for _ in range(2):
+        with pytest.raises(ServerError, match="cannot be read here"):
+            await sampled(odd, request(ref.version))
+    await odd.release(ref.version)
+    await sampled(odd, request())
+
+
+async def test_a_rank_that_cannot_sample_fails_its_own_sequences(odd: Replica) -> None:
+    """Requests go to the rank with the fewest sequences: the second to rank 1."""
+    wanted = [request(prompt=datum(stream(i, 13)).model_input, max_tokens=30) for i in range(2)]
+    outcomes = await asyncio.gather(*(sampled(odd, one) for one in wanted), return_exceptions=True)
+    assert [isinstance(outcome, ServerError) for outcome in outcomes] == [False, True]
+    assert "13 tokens" in str(outcomes[1])
+    assert len((await sampled(odd, request())).tokens()) == 4
+
+
+async def test_ranks_that_are_not_the_same_any_more_end_together(tmp_path_factory: pytest.TempPathFactory) -> None:
+    deaths: list[RankDied] = []
+    async with tiny_ranks(tmp_path_factory, build="build_odd", on_death=deaths.append) as replica:
+        with pytest.raises(RankDied, match=r"rank 1 .*CreateModel of model is alone.*there is no disk here"):
+            await result(Model(replica, "is alone").create())
+        assert len(deaths) == 1
+        await replica.restart()
+        await result(Model(replica).create())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+async def test_a_rank_that_cannot_start_says_why(tmp_path_factory: pytest.TempPathFactory, num_ranks: int) -> None:
+    with pytest.raises(UserError, match="cannot be served here"):
+        async with tiny_ranks(tmp_path_factory, num_ranks, build="build_odd_from_the_start"):
+            pass
+    assert ranks_and_referees() == []
+
+
+# --------------------------------------------------------------------------------------------------- one of them dies
+
+
+def ranks_and_referees() -> list[int]:
+    """Processes that serve replicas of this process, wherever in the tree they are."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        words = " ".join(child.cmdline()) if child.status() != psutil.STATUS_ZOMBIE else ""
+        if "-m descant.dist.referee" in words or "-m descant.ranks.rank_main" in words:
+            found.append(child.pid)
+    return found
+
+
+async def test_a_rank_that_stays_away_is_named(tmp_path_factory: pytest.TempPathFactory) -> None:
+    settings = replace(SETTINGS, turn_timeout_s=1.0)
+    async with tiny_ranks(tmp_path_factory, settings=settings, build="build_odd") as replica:
+        model = Model(replica, "sleeps")
+        await result(model.create())
+        with pytest.raises(RankDied, match=r"rank 1 .*while it ran: a training pass.*did not end within 1\.\d s"):
+            await result(model.backward())
+    assert ranks_and_referees() == []
+
+
+@pytest.mark.parametrize("when", ["in a turn", "idle"])
+@pytest.mark.parametrize("rank", [0, 1], ids=["the leader", "a follower"])
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "stopped by a signal")],
+    ids=["killed", "stopped"],
+)
+async def test_the_death_of_a_rank_is_everybodys_and_names_it(
+    tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, says: str, rank: int, when: str
+) -> None:
+    deaths: list[RankDied] = []
+    died = asyncio.Event()
+
+    def on_death(error: RankDied) -> None:
+        deaths.append(error)
+        died.set()
+
+    async with tiny_ranks(tmp_path_factory, build="build_odd", on_death=on_death) as replica:
+        pids = replica.pids
+        model = Model(replica, "sleeps")
+        await result(model.create())
+        pending = []
+        if when == "in a turn":  # rank 1 computes for ever, and rank 0 waits for it
+            pending.append(model.backward())
+            while "a training pass" not in replica.running():  # noqa: ASYNC110 - another process writes it
+                await asyncio.sleep(0.01)
+        os.kill(pids[rank], number)
+        async with asyncio.timeout(NOTICED_S + 5.0):  # a busy machine gets the benefit of the doubt
+            await died.wait()
+        assert f"rank {rank} " in str(deaths[0])
+        assert says in str(deaths[0])
+        for future in pending:
+            with pytest.raises(RankDied, match=says):
+                await future
+        assert not any(map(psutil.pid_exists, pids))
+        await replica.restart()
+        again = Model(replica, "again")
+        await result(again.create())
+        await again.train(1)
+    assert ranks_and_referees() == []
+
+
+async def test_ranks_in_processes_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As a server starts them: what a rank printed before it died is in the message of a start that failed."""
+    spec = RankSpec(
+        model=str(written(tmp_path_factory)),
+        settings=replace(SETTINGS, ranks_per_replica=2),
+        build="descant.testing.ranks:build_tiny",
+    )
+    replica = await Replica.start(spec, launch=start_processes)
+    await result(Model(replica).create())
+    assert len(replica.pids) == 2
+    await replica.close()
+    with pytest.raises(ServerError, match=r"(?s)rank [01] .*looking for trouble.*about to crash"):
+        await Replica.start(replace(spec, build="descant.testing.faults:build_crashing"))
+    assert ranks_and_referees() == []
