@@ -15,20 +15,24 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 from fastapi import FastAPI
 
 from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
+from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, Report
 from descant.errors import DescantError, ServerError, UserError
 from descant.ports import Clock
-from descant.ranks.placement import rank_specs
+from descant.ranks.health import Death
+from descant.ranks.launch import Launcher, Link, Receive, start_processes
+from descant.ranks.placement import rank_specs, share_gpus
+from descant.ranks.ray_cluster import RayCluster
 from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSpec
 from descant.server.app import HttpServer, bind, create_app
@@ -61,17 +65,26 @@ async def _run(settings: Settings, started: Started) -> None:
         stack.enter_context(only_server_of(settings.data_dir))
         listener = stack.enter_context(listen(settings.server.host, settings.server.port))
         clock = SystemClock()
-        gpus = await _unless(stop, asyncio.to_thread(visible_gpus, settings.rank.device))
-        if gpus is None:
+        machines = await _unless(stop, _machines(settings))
+        if machines is None:
             return
-        keepers = [Keeper(name, settings, gpus=gpus, clock=clock) for name in settings.models]
+        stack.push_async_callback(machines.close)
+        specs = await machines.specs([base_spec(model, settings) for model in settings.models])
+        keepers = [Keeper(of_base, launch=machines.start, clock=clock, data_dir=settings.data_dir) for of_base in specs]
         for keeper in keepers:
             stack.push_async_callback(keeper.close)
             if await _unless(stop, keeper.start()) is None:
                 return
         backends = [keeper.backend for keeper in keepers]
         service = await stack.enter_async_context(
-            serving(settings, backends, listener, ready=lambda: _awaited(keepers), missing=lambda: _missing(keepers))
+            serving(
+                settings,
+                backends,
+                listener,
+                ready=lambda: _awaited(keepers),
+                missing=lambda: _missing(keepers),
+                report=lambda: _report(keepers, settings),
+            )
         )
         for keeper in keepers:
             keeper.watch(service)
@@ -79,16 +92,67 @@ async def _run(settings: Settings, started: Started) -> None:
         await stop.wait()
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Where ranks run
+
+
+class Machines(Protocol):
+    """What ranks run on."""
+
+    async def specs(self, bases: Sequence[RankSpec]) -> Sequence[Sequence[RankSpec]]:
+        """For each base one spec a replica. Raises ``UserError`` for replicas that cannot be."""
+        ...
+
+    async def start(self, spec: RankSpec, receive: Receive) -> Link:
+        """``Launcher``."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ThisMachine:
+    def __init__(self, gpus: Sequence[str]):
+        """``gpus``: as ``visible_gpus`` gives them."""
+        self._gpus = gpus
+
+    async def specs(self, bases: Sequence[RankSpec]) -> Sequence[Sequence[RankSpec]]:
+        shares = share_gpus(bases, gpus=self._gpus)
+        return [rank_specs(base, gpus=share, num_cores=num_cores()) for base, share in zip(bases, shares)]
+
+    async def start(self, spec: RankSpec, receive: Receive) -> Link:
+        return await start_processes(spec, receive)
+
+    async def close(self) -> None:
+        pass
+
+
+async def _machines(settings: Settings) -> Machines:
+    if settings.ray.address is not None:
+        return await RayCluster.connect(settings.ray, data_dir=settings.data_dir)
+    return ThisMachine(await asyncio.to_thread(visible_gpus, settings.rank.device))
+
+
+def base_spec(model: str, settings: Settings) -> RankSpec:
+    """Of any rank of a base."""
+    return RankSpec(
+        model=model, settings=settings.rank, losses=settings.losses, spill_dir=str(settings.data_dir / "spill")
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ranks that are kept alive
+
+
 class Keeper:
     """One base's replicas, kept alive: after a rank's death what it held is lost, and a new rank is started, again and
     again until one serves. The other replicas go on meanwhile."""
 
-    def __init__(self, model: str, settings: Settings, *, gpus: Sequence[str], clock: Clock):
-        """``gpus``: as ``visible_gpus`` gives them. Raises ``UserError`` for replicas that cannot be."""
-        spec = RankSpec(
-            model=model, settings=settings.rank, losses=settings.losses, spill_dir=str(settings.data_dir / "spill")
-        )
-        self._specs = rank_specs(spec, gpus=gpus, num_cores=num_cores())
+    def __init__(self, specs: Sequence[RankSpec], *, launch: Launcher, clock: Clock, data_dir: Path):
+        """One spec a replica, and what starts their ranks. The last failure is kept in ``data_dir``."""
+        self._specs = specs
+        self._launch = launch
+        self._failure_file = data_dir / FAILURE_FILE
+        self._failures: dict[int, LastFailure] = {}
         self._clock = clock
         self._replicas: ReplicaSet | None = None
         self._died = [asyncio.Event() for _ in self._specs]
@@ -96,7 +160,7 @@ class Keeper:
 
     async def start(self) -> ReplicaSet:
         self._replicas = await ReplicaSet.start(
-            self._specs, on_phase=self._say, on_death=lambda index: self._died[index].set()
+            self._specs, launch=self._launch, on_phase=self._say, on_death=lambda index: self._died[index].set()
         )
         return self._replicas
 
@@ -139,13 +203,39 @@ class Keeper:
         assert replicas is not None
 
         async def lose() -> None:
+            if (death := replicas.members[index].death) is not None:
+                await self._record(index, death)
             lost = replicas.bury(index)
             await service.backend_restarted(replicas.facts.name, models=lost.models, versions=lost.versions)
 
         async def restart() -> None:
-            await replicas.restart(index, on_phase=partial(self._say, index))
+            try:
+                await replicas.restart(index, on_phase=partial(self._say, index))
+            except DescantError as error:
+                await self._record(index, Death(message=f"it could not be started again: {error}"))
+                raise
 
         await keep_alive(self._died[index], lose=lose, restart=restart, name=self._name(index), clock=self._clock)
+
+    async def _record(self, index: int, death: Death) -> None:
+        """For ``descant doctor``, also one that comes when there is no server any more."""
+        failure = LastFailure(at=self._clock.now(), who=self._called(index), death=death)
+        self._failures[index] = failure
+        try:
+            await asyncio.to_thread(failure.write, self._failure_file)
+        except OSError as error:
+            log.warning("the last failure could not be written to %s: %s", self._failure_file, error)
+
+    def report(self) -> list[ReplicaReport]:
+        """Of each replica, once they have started. Anybody with a key may read it, so what ranks have printed is not in
+        it: that may be about anybody's requests."""
+        assert self._replicas is not None
+        return [
+            ReplicaReport(
+                name=self._called(index), health=member.health, last_failure=self._failures.get(index)
+            ).without_last_lines()
+            for index, member in enumerate(self._replicas.members)
+        ]
 
     async def _rebalance(self, replicas: ReplicaSet) -> None:
         while True:
@@ -159,7 +249,10 @@ class Keeper:
         log.info("%s: %s", self._name(index), phase)
 
     def _name(self, index: int) -> str:
-        return f"the rank of {self._specs[index].label or self._specs[index].model}"
+        return f"the rank of {self._called(index)}"
+
+    def _called(self, index: int) -> str:
+        return self._specs[index].label or self._specs[index].model
 
 
 MAX_PAUSE_S = 60.0
@@ -234,6 +327,12 @@ def _missing(keepers: Sequence[Keeper]) -> str | None:
     return "; ".join(keeper.missing for keeper in keepers if keeper.missing is not None) or None
 
 
+def _report(keepers: Sequence[Keeper], settings: Settings) -> Mapping[str, Any]:
+    """What ``descant doctor`` reads."""
+    replicas = [replica for keeper in keepers for replica in keeper.report()]
+    return Report(turn_timeout_s=settings.rank.turn_timeout_s, replicas=replicas).to_json()
+
+
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of ``work``, or None (and ``work`` cancelled) if ``stop`` comes first."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
@@ -259,10 +358,11 @@ async def serving(
     *,
     ready: Callable[[], str | None] = lambda: None,
     missing: Callable[[], str | None] = lambda: None,
+    report: Callable[[], Mapping[str, Any]] = dict,
 ) -> AsyncIterator[Service]:
     """Answers on ``listener`` inside the block. At its end open long polls are answered, requests that work have
     ``server.graceful_stop_s``, and the stores are closed. ``ready``: what is awaited, or None; ``missing``: what is
-    missing though requests can be served, or None."""
+    missing though requests can be served, or None; ``report``: for ``descant doctor``."""
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     clock = SystemClock()
     async with AsyncExitStack() as stack:
@@ -280,7 +380,12 @@ async def serving(
         await service.start()
         stack.push_async_callback(service.close)
         app = create_app(
-            service, auth=Keys(settings.owners_by_key()), ready=ready, missing=missing, settings=settings.http
+            service,
+            auth=Keys(settings.owners_by_key()),
+            ready=ready,
+            missing=missing,
+            report=report,
+            settings=settings.http,
         )
         server = _Server(app, graceful_stop_s=settings.server.graceful_stop_s)
         task = asyncio.create_task(server.serve([listener]), name="http")

@@ -1,4 +1,5 @@
-"""``descant serve | demo | bench``. Parses, prints, and turns every error into one sentence; the work is elsewhere.
+"""``descant serve | doctor | demo | bench``. Parses, prints, and turns every error into one sentence; the work is
+elsewhere.
 
 Exit codes: 0 done, 1 our fault or the machine's, 2 something to correct in what was asked. Ctrl-C and SIGTERM stop a
 server within ``server.graceful_stop_s``.
@@ -7,6 +8,7 @@ server within ``server.graceful_stop_s``.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,16 +52,23 @@ def main() -> None:
 @click.argument("models", metavar="MODEL...", nargs=-1)
 @click.option("--host", help="Address to listen on. Anything but loopback needs API keys.  [default: 127.0.0.1]")
 @click.option("--port", type=int, help="Port to listen on; 0 lets the system choose.  [default: 8000]")
+@click.option("--ray", metavar="ADDRESS", help="Ranks on this Ray cluster: host:port of its head, or auto.")
 @click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="Settings as TOML.")
 @click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="One setting; may be repeated.")
 @one_sentence
 def serve(
-    models: tuple[str, ...], host: str | None, port: int | None, config: Path | None, overrides: tuple[str, ...]
+    models: tuple[str, ...],
+    host: str | None,
+    port: int | None,
+    ray: str | None,
+    config: Path | None,
+    overrides: tuple[str, ...],
 ) -> None:
     """Serve base models: smollm2, a model's directory, or a hub name."""
     flags = [
         *([f"server.host={host}"] if host is not None else []),
         *([f"server.port={port}"] if port is not None else []),
+        *([f"ray.address={ray}"] if ray is not None else []),
     ]
     settings = load_settings(config, [*overrides, *flags])
     if models:
@@ -80,6 +89,20 @@ def _print_started(url: str, models: tuple[str, ...], settings: Settings) -> Non
     print(f"  data in {settings.data_dir}")
     print(f"  export TINKER_BASE_URL={url}")
     print(f"  export TINKER_API_KEY={'(one of auth.keys)' if host_needs_key else 'tml-anything-you-like'}", flush=True)
+
+
+@main.command()
+@click.option("--url", help="The server to ask.  [default: $TINKER_BASE_URL, else http://127.0.0.1:8000]")
+@click.option("--data-dir", type=click.Path(path_type=Path), metavar="DIR", help="Without a server: its last failure.")
+@one_sentence
+def doctor(url: str | None, data_dir: Path | None) -> None:
+    """What each replica of a server does, and how the last one that failed did. Exits with 1 if something is wrong."""
+    if url is not None and data_dir is not None:
+        raise click.UsageError("--url asks a server, --data-dir looks where none runs; give one of them")
+    from descant.doctor import run_doctor
+
+    url = url or os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000"
+    sys.exit(run_doctor(url=url, data_dir=data_dir, api_key=os.environ.get("TINKER_API_KEY", "tml-doctor")))
 
 
 @main.command()

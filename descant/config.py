@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from descant.errors import UserError
-from descant.ranks.settings import LossSettings, RankSettings
+from descant.ranks.settings import LossSettings, RankSettings, RaySettings
 from descant.server.routes import ServerSettings as HttpSettings
 from descant.service.service import ServiceSettings
 
@@ -58,6 +58,7 @@ class Settings:
     auth: AuthSettings = field(default_factory=AuthSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
     rank: RankSettings = field(default_factory=RankSettings)
+    ray: RaySettings = field(default_factory=RaySettings)
     losses: LossSettings = field(default_factory=LossSettings)
 
     def owners_by_key(self) -> Mapping[str, str]:
@@ -118,6 +119,11 @@ def check(settings: Settings) -> None:
         raise UserError(
             f"server.host is {server.host!r}, which others can reach, and there are no API keys: "
             "set auth.keys or auth.keys_file, or serve on 127.0.0.1"
+        )
+    if settings.rank.deterministic and settings.rank.drafter != "none":
+        raise UserError(
+            f"rank.drafter is {settings.rank.drafter!r} and rank.deterministic is true: guesses are computed together, "
+            "drawn tokens one by one; set one of the two"
         )
     if len(set(settings.models)) != len(settings.models):
         raise UserError(f"models names a model twice: {', '.join(settings.models)}")

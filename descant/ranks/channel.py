@@ -63,7 +63,13 @@ class ServerChannel:
     async def open(cls, sock: socket.socket, receive: Callable[[FromRank], None]) -> ServerChannel:
         """Over a connected socket, which it owns from now on; of this machine or to another."""
         opens = asyncio.open_unix_connection if sock.family == socket.AF_UNIX else asyncio.open_connection
-        reader, writer = await opens(sock=sock)
+        return cls.over(*await opens(sock=sock), receive)
+
+    @classmethod
+    def over(
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receive: Callable[[FromRank], None]
+    ) -> ServerChannel:
+        """Over a connection that is known to be a rank's."""
         channel = cls(writer)
         channel.closed = asyncio.create_task(channel._read(reader, receive))
         return channel

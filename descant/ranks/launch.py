@@ -13,11 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -33,6 +31,7 @@ from descant.dist.referee import RefereeProcess
 from descant.errors import DescantError
 from descant.ranks.channel import Board, ServerChannel
 from descant.ranks.messages import FromRank, Ready, StartFailed, Starting, Stop, ToRank
+from descant.ranks.rank_main import rank_command, rank_environment
 from descant.ranks.settings import RankSettings, RankSpec, Seat
 
 if TYPE_CHECKING:
@@ -73,7 +72,9 @@ class Link(Protocol):
     """The started ranks of one replica, whatever they run in."""
 
     pids: Sequence[int]
-    """The ranks' processes, by rank; none where they are not processes of this machine."""
+    """The ranks' processes, by rank; none where they are not processes."""
+    nodes: Sequence[str]
+    """The machine of each, as people call it; "" for this one."""
 
     def send(self, message: ToRank) -> None:
         """To rank 0."""
@@ -108,8 +109,11 @@ class RankHandle(Protocol):
     """One started rank, as ``Ranks`` needs it."""
 
     pid: int
-    board: Board
+    node: str
+    """Its machine, as people call it; "" for this one."""
 
+    @property
+    def board(self) -> BoardReader: ...
     def send(self, message: ToRank) -> None: ...
     def kill(self) -> None: ...
     async def exited(self) -> str:
@@ -121,6 +125,12 @@ class RankHandle(Protocol):
     def close(self) -> None:
         """Lets go of what outlives it."""
         ...
+
+
+class BoardReader(Protocol):
+    """The server's end of a ``channel.Board``."""
+
+    def read(self) -> tuple[int, str]: ...
 
 
 class Ranks:
@@ -138,6 +148,7 @@ class Ranks:
         self._killed = False
         self._verdict: DistributedFailure | None = None
         self.pids: Sequence[int] = [process.pid for process in ranks]
+        self.nodes: Sequence[str] = [process.node for process in ranks]
 
     def send(self, message: ToRank) -> None:
         self._stopping = self._stopping or isinstance(message, Stop)
@@ -255,11 +266,10 @@ def _starting_only(rank: int, receive: Receive) -> Receive:
     return listen
 
 
-def exit_in_words(pid: int, code: int) -> str:
+def exit_in_words(pid: int, code: int, *, node: str = "") -> str:
     """``code`` as ``subprocess`` gives it: below 0 a signal."""
-    if code < 0:
-        return f"(process {pid}) was killed by {signal.Signals(-code).name}"
-    return f"(process {pid}) exited with code {code}"
+    who = f"process {pid}" + (f" on {node}" if node else "")
+    return f"({who}) was killed by {signal.Signals(-code).name}" if code < 0 else f"({who}) exited with code {code}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -276,6 +286,7 @@ class _RankProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, channel: ServerChannel, board: Board):
         self.pid = process.pid
+        self.node = ""
         self.board = board
         self._process = process
         self._channel = channel
@@ -287,26 +298,15 @@ class _RankProcess:
         ours, theirs = socket.socketpair()
         board = Board()
         spec = seat.spec
-        root = str(Path(__file__).parents[2])
-        env = {**os.environ, **spec.env}
-        if spec.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = spec.gpus[seat.rank]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
-        env["PYTHONUNBUFFERED"] = "1"
-        if "OMP_WAIT_POLICY" not in env:
-            # Torch's OpenMP threads spin for milliseconds at each barrier, and on a machine shared with clients they
-            # spin while the thread they wait for has no core. A pass of 256 tokens (135 M parameters, 2 busy cores):
-            # 11 s as it comes, 7 s at 20000 spins, 1.4 s at 1000 and at none.
-            env.setdefault("GOMP_SPINCOUNT", "1000")
+        visible = {"CUDA_VISIBLE_DEVICES": spec.gpus[seat.rank]} if spec.gpus else {}
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "descant.ranks.rank_main"),
-                *map(str, (theirs.fileno(), board.fd, os.getpid())),
+                *rank_command(theirs.fileno(), board.fd),
                 pass_fds=(theirs.fileno(), board.fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=env,
+                env=rank_environment({**spec.env, **visible}),
             )
         except BaseException:
             ours.close()
@@ -360,9 +360,13 @@ class _RankProcess:
             self._keep(rest)
 
     def _keep(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip()
-        self._lines.append(text)
-        logging.getLogger("descant.rank").info("%s", text)
+        keep_line(self._lines, line.decode(errors="replace").rstrip())
+
+
+def keep_line(lines: deque[str], line: str) -> None:
+    """A line that a rank has printed: into the log, and kept for the message of its death."""
+    lines.append(line)
+    logging.getLogger("descant.rank").info("%s", line)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -374,6 +378,7 @@ class ThreadLink:
 
     def __init__(self, settings: RankSettings, receive: Receive):
         self.pids: Sequence[int] = ()
+        self.nodes: Sequence[str] = ()
         self._board = Board()
         self._settings = settings
         self._receive = receive
@@ -401,7 +406,6 @@ class ThreadLink:
                 executor,
                 emit=self._emit,
                 board=self._board,
-                microbatch_tokens=self._settings.microbatch_tokens,
                 steps_per_microbatch=self._settings.steps_per_microbatch,
             )
             self._emit(Ready(facts=executor.facts, capabilities=executor.capabilities))

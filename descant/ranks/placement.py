@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from descant.errors import ServerError, UserError
@@ -137,6 +138,30 @@ def _share(load: Load, total: Load) -> float:
 # Ranks on devices
 
 
+def share_gpus(bases: Sequence[RankSpec], *, gpus: Sequence[str]) -> tuple[Sequence[str], ...]:
+    """Each base's GPUs, in the order of both: as many as its replicas need where ``rank.replicas`` says how many they
+    are, else an equal share, the first ones the larger. Raises ``UserError`` for more bases than that makes room for.
+    """
+    if len(bases) == 1 or not gpus:
+        return (gpus,) * len(bases)
+    num_ranks = bases[0].settings.ranks_per_replica
+    most = len(gpus) // num_ranks
+    replicas = [
+        base.settings.replicas or most // len(bases) + (index < most % len(bases)) for index, base in enumerate(bases)
+    ]
+    if sum(replicas) > most or 0 in replicas:
+        wanted = bases[0].settings.replicas
+        raise UserError(
+            f"{len(bases)} models are to be served"
+            + (f" with rank.replicas {wanted} each" if wanted else "")
+            + f", and there are {len(gpus)} GPUs: each replica needs "
+            + ("one of its own" if num_ranks == 1 else f"{num_ranks} of its own (rank.ranks_per_replica)")
+        )
+    shares = [count * num_ranks for count in replicas]
+    ends = list(accumulate(shares))
+    return tuple(gpus[end - share : end] for end, share in zip(ends, shares))
+
+
 def rank_specs(spec: RankSpec, *, gpus: Sequence[str], num_cores: int) -> tuple[RankSpec, ...]:
     """One spec a replica, of the spec of any.
 
@@ -178,3 +203,52 @@ def rank_specs(spec: RankSpec, *, gpus: Sequence[str], num_cores: int) -> tuple[
         )
         for index in range(count)
     )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ranks on the machines of a cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """A machine of a Ray cluster, with all that it has, free or not."""
+
+    name: str
+    cpus: int
+    gpus: int
+
+
+def ray_specs(bases: Sequence[RankSpec], *, nodes: Sequence[RayNode]) -> tuple[Sequence[RankSpec], ...]:
+    """``rank_specs`` for each base on a cluster: where its nodes have GPUs a rank has one, and Ray says which.
+
+    On CPUs, where ``settings.num_threads`` does not say it, a rank has as many as let all run at once, each on one
+    node. Raises ``UserError`` naming the setting.
+    """
+    settings = bases[0].settings
+    gpus = sum(node.gpus for node in nodes) if settings.device in ("auto", "cuda") else 0
+    if settings.device == "cuda" and not gpus:
+        raise UserError(f"rank.device is 'cuda', and none of the {len(nodes)} nodes of the Ray cluster has a GPU")
+    if not gpus:
+        # Or a node with a GPU that Ray was not told of would use it.
+        device = "cpu" if settings.device == "auto" else settings.device
+        num_ranks = len(bases) * (settings.replicas or 1) * settings.ranks_per_replica
+        num_threads = settings.num_threads or _threads_for(num_ranks, [node.cpus for node in nodes])
+        settings = replace(settings, device=device, num_threads=num_threads)
+    bases = [replace(base, settings=settings) for base in bases]
+    shares = share_gpus(bases, gpus=("",) * gpus)
+    return tuple(
+        [replace(spec, gpus=()) for spec in rank_specs(base, gpus=share, num_cores=1)]
+        for base, share in zip(bases, shares)
+    )
+
+
+def ray_resources(spec: RankSpec) -> dict[str, int]:
+    """What Ray is asked for one rank, of a spec that ``ray_specs`` made."""
+    if spec.settings.device in ("auto", "cuda"):
+        return {"CPU": 1, "GPU": 1}
+    return {"CPU": spec.settings.num_threads or 1}
+
+
+def _threads_for(count: int, cpus: Sequence[int]) -> int:
+    """The most CPUs that each of ``count`` ranks can have on nodes with so many; at least 1."""
+    return next((t for t in range(max(cpus, default=1), 1, -1) if sum(n // t for n in cpus) >= count), 1)

@@ -19,14 +19,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from descant.errors import DescantError, RankDied, ServerError
+from descant.ranks.health import Death, Health
 from descant.ranks.launch import End, Launcher, Link, Phase, ThreadLink, start_processes
 from descant.ranks.messages import (
     Cancel,
+    Count,
     Drop,
     Failed,
     Finished,
@@ -90,6 +92,10 @@ class Replica:
         self._ready: asyncio.Future[Ready] | None = None
         self._phase = "starting the process"
         self._died: RankDied | None = None
+        self.death: Death | None = None
+        """The last."""
+        self._turn_since = 0.0
+        """When what runs was first seen, by the loop's clock; now, while nothing is asked for."""
         self._closing = False
         self._num_calls = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -161,6 +167,20 @@ class Replica:
         """The processes of its ranks, by rank; none in process, or when there is none."""
         return () if self._link is None else tuple(self._link.pids)
 
+    @property
+    def health(self) -> Health:
+        _, runs = (0, "") if self._link is None else self._link.board()
+        return Health(
+            state="serving" if self.serving else "starting" if self.alive else "down",
+            pids=self.pids,
+            nodes=() if self._link is None else tuple(self._link.nodes),
+            device=self.facts.device,
+            runs=runs,
+            runs_s=asyncio.get_running_loop().time() - self._turn_since if runs else 0.0,
+            num_commands=len(self._calls),
+            num_samplings=len(self._samples),
+        )
+
     async def _start(self, on_phase: Phase | None) -> None:
         loop = asyncio.get_running_loop()
         self._on_phase = on_phase
@@ -190,19 +210,20 @@ class Replica:
     async def _watch_link(self, link: Link) -> None:
         """Until the ranks have ended; then everything pending fails. Ends them when one hangs in a turn."""
         ended = asyncio.create_task(link.ended())
-        turn, since, stopped, how, rank = -1, 0.0, 0, "", 0
+        turn, stopped, how, rank = -1, 0, "", 0
         now = asyncio.get_running_loop().time
+        self._turn_since = now()
         several = self._settings.ranks_per_replica > 1  # they have the same limit, and know who is late
         limit = self._settings.turn_timeout_s + (WATCH_GRACE_S if several else 0.0)
         while not ended.done():
             await asyncio.wait([ended], timeout=WATCH_INTERVAL_S)
             number, runs = link.board()
             if number != turn or not (runs or self._calls or self._samples):
-                turn, since = number, now()
+                turn, self._turn_since = number, now()
             stopped = stopped + 1 if (held := link.stopped()) else 0
             if how or ended.done():
                 continue
-            if now() - since > limit:
+            if now() - self._turn_since > limit:
                 how = f"was ended, having been silent for {self._settings.turn_timeout_s:g} s"
                 link.kill()
             elif stopped > (3 if several else 1):  # several have a referee, which sees it sooner
@@ -227,6 +248,7 @@ class Replica:
         self._link = None
         lines = link.last_lines()
         link.close()
+        self.death = Death(message=message, last_lines=lines, verdict=end.verdict)
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(ServerError(message + (f"; its last lines:\n{lines}" if lines else "")))
             self._ready.exception()  # whoever waited may have given up
@@ -331,6 +353,10 @@ class Replica:
     async def cancel(self, request_id: str) -> None:
         if self.alive and request_id in self._samples:
             self._send(Cancel(request_id=request_id))
+
+    # ------------------------------------------------------------------------------------------------ Measured
+    async def stats(self) -> Mapping[str, float]:
+        return cast(Mapping[str, float], await self._call(lambda call: Count(call=call), "a count"))
 
     # ------------------------------------------------------------------------------------------------ Progress
     def running(self) -> str:

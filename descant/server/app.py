@@ -7,7 +7,8 @@ waits for them, so that a stop takes no longer than the requests that really wor
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,10 +16,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from descant.errors import Unauthorized
 from descant.server.auth import Keys
 from descant.server.longpoll import LongPolls
-from descant.server.responses import json_response
-from descant.server.routes import Routes, ServerSettings
+from descant.server.responses import error_response, json_response
+from descant.server.routes import PREFIX, Routes, ServerSettings
 from descant.service.service import Service
 
 
@@ -28,12 +30,14 @@ def create_app(
     auth: Keys,
     ready: Callable[[], str | None],
     missing: Callable[[], str | None] = lambda: None,
+    report: Callable[[], Mapping[str, Any]] = dict,
     settings: ServerSettings | None = None,
 ) -> FastAPI:
     """The Tinker protocol under ``/api/v1`` over ``service``, with ``/healthz`` and ``/readyz``.
 
     ``ready``: None when requests can be served, else what is awaited, in a sentence. ``missing``: what is missing
-    though they can. ``app.state.long_polls.close()`` answers every open long poll at once, and every later one.
+    though they can. ``report``: what ``/api/v1/admin/report`` answers, to anybody with a key.
+    ``app.state.long_polls.close()`` answers every open long poll at once, and every later one.
     """
     polls = LongPolls()
     routes = Routes(service, auth=auth, polls=polls, settings=settings or ServerSettings())
@@ -48,7 +52,15 @@ def create_app(
             return json_response({"status": "ready"} if lacking is None else {"status": "ready", "missing": lacking})
         return json_response({"status": "not ready", "reason": reason}, status=503)
 
+    async def admin_report(request: Request) -> Response:
+        try:
+            auth.principal(request.headers)
+        except Unauthorized as error:
+            return error_response(error)
+        return json_response(report())
+
     app.add_route("/readyz", readyz, methods=["GET"])
+    app.add_route(f"{PREFIX}/admin/report", admin_report, methods=["GET"])
     app.router.routes.extend(routes.table())
     return app
 

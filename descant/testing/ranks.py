@@ -133,6 +133,7 @@ class _ForkedRank:
 
     def __init__(self, process: Any, channel: ServerChannel, board: Board):
         self.pid: int = process.pid
+        self.node = ""
         self.board = board
         self._process, self._channel = process, channel
         self._ended = asyncio.Event()
@@ -247,4 +248,4 @@ async def tiny_replica_set(
         replicas = [
             await stack.enter_async_context(tiny_replica(directories, settings=settings)) for _ in range(num_replicas)
         ]
-        yield ReplicaSet(replicas, full=settings.max_running)
+        yield ReplicaSet(replicas)

@@ -12,6 +12,7 @@ import pytest
 from descant import app
 from descant.config import Settings, load_settings
 from descant.errors import ServerError, UserError
+from descant.ranks.placement import rank_specs
 from descant.testing.clock import FakeClock, settle
 
 
@@ -101,7 +102,8 @@ async def test_it_is_started_even_if_nobody_could_be_told(rank: Rank) -> None:
 
 def keeper(settings: Settings) -> app.Keeper:
     settings = replace(settings, rank=replace(settings.rank, replicas=2))
-    return app.Keeper("m", settings, gpus=(), clock=FakeClock())
+    specs = rank_specs(app.base_spec("m", settings), gpus=(), num_cores=1)
+    return app.Keeper(specs, launch=app.ThisMachine(()).start, clock=FakeClock(), data_dir=settings.data_dir)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -110,10 +112,17 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert keeping.missing == "the rank of replica 0 of m and the rank of replica 1 of m are being started again"
 
 
-def test_more_replicas_than_gpus_are_refused(tmp_path: Path) -> None:
+async def test_more_replicas_than_gpus_are_refused(tmp_path: Path) -> None:
     settings = load_settings(None, ["rank.replicas=2"], base=Settings(data_dir=tmp_path))
     with pytest.raises(UserError, match=r"rank\.replicas is 2"):
-        app.Keeper("m", settings, gpus=("0",), clock=FakeClock())
+        await app.ThisMachine(("0",)).specs([app.base_spec("m", settings)])
+
+
+async def test_bases_divide_the_gpus(tmp_path: Path) -> None:
+    settings = load_settings(base=Settings(data_dir=tmp_path))
+    specs = await app.ThisMachine(("0", "1", "2")).specs([app.base_spec(name, settings) for name in ("m", "n")])
+    visible = [[spec.gpus for spec in of_base] for of_base in specs]
+    assert visible == [[("0",), ("1",)], [("2",)]]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", "mps"])

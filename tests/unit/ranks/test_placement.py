@@ -10,7 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descant.errors import ServerError, UserError
-from descant.ranks.placement import Load, Move, PlacedModel, copy_target, place, rank_specs, rebalance, size_of
+from descant.ranks.placement import (
+    Load,
+    Move,
+    PlacedModel,
+    RayNode,
+    copy_target,
+    place,
+    rank_specs,
+    ray_resources,
+    ray_specs,
+    rebalance,
+    share_gpus,
+    size_of,
+)
 from descant.ranks.settings import RankSettings, RankSpec
 from descant.types import LoraConfig
 
@@ -222,3 +235,73 @@ def test_a_replica_of_several_ranks_has_a_gpu_for_each() -> None:
 def test_replicas_that_cannot_be_are_named(settings: Mapping[str, object], says: str) -> None:
     with pytest.raises(UserError, match=says):
         specs(["0", "1"], **settings)
+
+
+def bases(count: int, **settings: object) -> list[RankSpec]:
+    return [RankSpec(model=f"m{index}", settings=RankSettings(**settings)) for index in range(count)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "gpus", "expected"),
+    [
+        pytest.param(1, {}, "01", ["01"], id="one base takes all"),
+        pytest.param(2, {}, "01", ["0", "1"], id="one each"),
+        pytest.param(2, {}, "01234", ["012", "34"], id="the first has the larger share"),
+        pytest.param(2, {"replicas": 1}, "0123", ["0", "1"], id="no more than asked for"),
+        pytest.param(2, {"replicas": 2}, "01234", ["01", "23"], id="as many as asked for"),
+        pytest.param(3, {}, "", ["", "", ""], id="no GPUs"),
+    ],
+)
+def test_bases_share_the_gpus(count: int, settings: Mapping[str, object], gpus: str, expected: list[str]) -> None:
+    assert ["".join(share) for share in share_gpus(bases(count, **settings), gpus=tuple(gpus))] == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "says"),
+    [
+        pytest.param(3, {}, "3 models are to be served, and there are 2 GPUs: each", id="more bases than GPUs"),
+        pytest.param(
+            2, {"replicas": 2}, "2 models are to be served with rank.replicas 2 each, and there are 2", id="replicas"
+        ),
+    ],
+)
+def test_bases_that_find_no_gpu_are_refused(count: int, settings: Mapping[str, object], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        share_gpus(bases(count, **settings), gpus=("0", "1"))
+
+
+# ------------------------------------------------------------------------------------------------- nodes of a cluster
+
+
+def on_nodes(count: int, *nodes: tuple[int, int], **settings: object) -> list[list[dict[str, int]]]:
+    """What Ray is asked for, for nodes of (CPUs, GPUs)."""
+    cluster = [RayNode(name=f"node {index}", cpus=cpus, gpus=gpus) for index, (cpus, gpus) in enumerate(nodes)]
+    return [[ray_resources(spec) for spec in specs] for specs in ray_specs(bases(count, **settings), nodes=cluster)]
+
+
+def test_ranks_on_a_cluster_take_its_gpus() -> None:
+    gpu = {"CPU": 1, "GPU": 1}
+    assert on_nodes(1, (8, 2), (8, 1)) == [[gpu, gpu, gpu]]
+    assert on_nodes(2, (8, 2), (8, 1)) == [[gpu, gpu], [gpu]]
+    assert on_nodes(1, (8, 2), replicas=1) == [[gpu]]
+    assert on_nodes(1, (8, 2), device="cpu") == [[{"CPU": 8}]]
+
+
+def test_ranks_on_a_cluster_without_gpus_take_the_cpus_that_all_can_have() -> None:
+    assert on_nodes(1, (8, 0), (4, 0)) == [[{"CPU": 8}]]
+    assert on_nodes(1, (8, 0), (4, 0), replicas=2) == [[{"CPU": 4}, {"CPU": 4}]]
+    assert on_nodes(2, (8, 0), (4, 0)) == [[{"CPU": 4}], [{"CPU": 4}]]
+    assert on_nodes(1, (8, 0), (4, 0), replicas=4) == [[{"CPU": 2}] * 4]
+    assert on_nodes(1, (1, 0), replicas=3) == [[{"CPU": 1}] * 3]
+    assert on_nodes(1, (8, 0), num_threads=3) == [[{"CPU": 3}]]
+
+
+def test_a_gpu_that_no_node_has_is_named() -> None:
+    with pytest.raises(UserError, match=r"rank\.device is 'cuda', and none of the 2 nodes"):
+        on_nodes(1, (8, 0), (4, 0), device="cuda")
+
+
+def test_on_a_cluster_the_device_is_said() -> None:
+    """Ray hides GPUs from who asked for none only in some versions."""
+    [[spec]] = ray_specs(bases(1), nodes=[RayNode(name="node", cpus=2, gpus=0)])
+    assert spec.settings.device == "cpu"

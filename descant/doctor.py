@@ -1,0 +1,210 @@
+"""``descant doctor``: what every replica of a server does, and how the last one that failed did.
+
+A live server is asked over HTTP (``Report``); without one, its data directory still has the last failure
+(``LastFailure``, in ``last-failure.json``), and a directory of a distributed run has its referee's ``failure.json``.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from descant.ckpt.manifest import fsync_directory
+from descant.dist.failure import DistributedFailure, read_report
+from descant.errors import ServerError, UserError
+from descant.ranks.health import Death, Health
+
+FAILURE_FILE = "last-failure.json"
+ROUTE = "/api/v1/admin/report"
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastFailure:
+    """A death, of whom (``who``) and when (``at``, seconds since the epoch)."""
+
+    at: float
+    who: str
+    death: Death
+
+    def to_json(self) -> dict[str, Any]:
+        verdict = self.death.verdict
+        return {
+            "at": self.at,
+            "who": self.who,
+            "message": self.death.message,
+            "last_lines": self.death.last_lines,
+            "verdict": None if verdict is None else verdict.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> LastFailure:
+        verdict = value["verdict"]
+        death = Death(
+            message=value["message"],
+            last_lines=value["last_lines"],
+            verdict=None if verdict is None else DistributedFailure.from_json(verdict),
+        )
+        return cls(at=value["at"], who=value["who"], death=death)
+
+    def write(self, path: Path) -> None:
+        """Over an older one; durable before it returns. Raises ``OSError``."""
+        partial = path.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump(self.to_json(), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        fsync_directory(path.parent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """``last_failure``: since the server was started."""
+
+    name: str
+    health: Health
+    last_failure: LastFailure | None
+
+    def without_last_lines(self) -> ReplicaReport:
+        failure = self.last_failure
+        if failure is None:
+            return self
+        return replace(self, last_failure=replace(failure, death=replace(failure.death, last_lines="")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a server says of its replicas. ``turn_timeout_s``: after that a turn is ended."""
+
+    turn_timeout_s: float
+    replicas: Sequence[ReplicaReport]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "turn_timeout_s": self.turn_timeout_s,
+            "replicas": [
+                {
+                    "name": replica.name,
+                    "health": asdict(replica.health),
+                    "last_failure": None if replica.last_failure is None else replica.last_failure.to_json(),
+                }
+                for replica in self.replicas
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Report:
+        replicas = [
+            ReplicaReport(
+                name=replica["name"],
+                health=Health(**replica["health"]),
+                last_failure=None
+                if replica["last_failure"] is None
+                else LastFailure.from_json(replica["last_failure"]),
+            )
+            for replica in value["replicas"]
+        ]
+        return cls(turn_timeout_s=value["turn_timeout_s"], replicas=replicas)
+
+    def wrong(self) -> list[str]:
+        """What somebody should look at, in sentences. A failure that is over is not wrong."""
+        found = []
+        for replica in self.replicas:
+            health = replica.health
+            if health.state != "serving":
+                found.append(f"{replica.name} is {health.state}")
+            elif health.runs and health.runs_s > self.turn_timeout_s / 2:
+                found.append(
+                    f"{replica.name} has run one turn for {health.runs_s:.0f} s; "
+                    f"it is ended after {self.turn_timeout_s:g} s"
+                )
+        return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+def ask(url: str, api_key: str) -> Report:
+    """A live server's. Raises ``UserError`` for a server that is not there or a key that it does not know."""
+    request = urllib.request.Request(url.rstrip("/") + ROUTE, headers={"X-API-Key": api_key})
+    # A proxy is for the world outside; a server is asked where it is.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            return Report.from_json(json.load(answer))
+    except urllib.error.HTTPError as error:
+        raise UserError(f"the server at {url} answered {error.code}: {_detail(error)}") from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise ServerError(f"no server answers at {url}: {getattr(reason, 'strerror', None) or reason}") from None
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"what answers at {url} is no Descant server of this version") from None
+
+
+def _detail(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["detail"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return error.reason
+
+
+def last_failure_in(directory: Path) -> Sequence[str] | None:
+    """The lines about the last failure that a directory knows of. Raises ``UserError`` for what cannot be read."""
+    if not directory.is_dir():
+        raise UserError(f"there is no directory {directory}")
+    try:
+        if (path := directory / FAILURE_FILE).exists():
+            return list(_of_failure(LastFailure.from_json(json.loads(path.read_text(encoding="utf-8")))))
+        if (path := directory / "failure.json").exists():
+            return read_report(str(path)).report().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no report of a failure: {error}") from None
+    return None
+
+
+def lines_of(report: Report) -> Iterator[str]:
+    for replica in report.replicas:
+        health = replica.health
+        yield f"{replica.name}: {health.state} on {health.device}"
+        for rank, (pid, node) in enumerate(zip(health.pids, health.nodes, strict=True)):
+            yield f"  rank {rank}: process {pid}" + (f" on {node}" if node else "")
+        if health.state == "serving":
+            yield f"  runs {health.runs}, for {health.runs_s:.0f} s" if health.runs else "  idle"
+            yield f"  open requests: {health.num_commands} commands, {health.num_samplings} samplings"
+        if replica.last_failure is not None:
+            yield from (f"  {line}" for line in _of_failure(replica.last_failure))
+
+
+def _of_failure(failure: LastFailure) -> Iterator[str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.at))
+    yield f"last failure, {when}: {failure.death.message}"
+    if failure.death.verdict is not None:
+        yield from (f"  {line}" for line in failure.death.verdict.report().splitlines())
+    if failure.death.last_lines:
+        yield "  its last lines:"
+        yield from (f"    {line}" for line in failure.death.last_lines.splitlines())
+
+
+def run_doctor(*, url: str, data_dir: Path | None, api_key: str) -> int:
+    """Prints; 0 if nothing is wrong. ``data_dir`` None: asks the server at ``url``."""
+    if data_dir is not None:
+        lines = last_failure_in(data_dir)
+        print("\n".join(lines) if lines else f"no failure is recorded in {data_dir}")
+        return 1 if lines else 0
+    report = ask(url, api_key)
+    print("\n".join(lines_of(report)))
+    wrong = report.wrong()
+    print("\n".join(f"wrong: {sentence}" for sentence in wrong) if wrong else "nothing is wrong")
+    return 1 if wrong else 0
