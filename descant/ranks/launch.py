@@ -178,11 +178,10 @@ class Ranks:
         self.kill()
         await asyncio.wait(endings)
         await asyncio.to_thread(self._referee.close)
-        self._verdict = self._verdict or self._read_verdict(
-            "failure.rank*.json"
-        )  # without a referee each writes its own
+        # Without a referee each rank writes what it knows.
+        self._verdict = self._verdict or self._read_verdict("failure.rank*.json")
         blamed = [rank for rank in self._verdict.culprits if rank >= 0] if self._verdict is not None else []
-        self._culprit = blamed[0] if blamed else (*(r for r, ended in enumerate(by_themselves) if ended), 0)[0]
+        self._culprit = (*blamed, *(rank for rank, ended in enumerate(by_themselves) if ended), 0)[0]
         how = endings[self._culprit].result()
         if not by_themselves[self._culprit]:
             how = f"(process {self.pids[self._culprit]}) was ended"

@@ -204,6 +204,11 @@ async def test_the_death_of_a_rank_is_everybodys_and_names_it(
     assert ranks_and_referees() == []
 
 
+async def forever(model: Model) -> None:
+    while True:
+        await result(model.forward())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_without_a_referee_there_is_no_replica(
     tmp_path_factory: pytest.TempPathFactory, number: signal.Signals
@@ -214,9 +219,7 @@ async def test_without_a_referee_there_is_no_replica(
         (referee,) = ranks_and_referees()
         os.kill(referee, number)
         with pytest.raises(RankDied, match="the referee"):
-            async with asyncio.timeout(2 * NOTICED_S):
-                while True:
-                    await result(model.forward())
+            await asyncio.wait_for(forever(model), 2 * NOTICED_S)
         await replica.restart()
         await result(model.create())
     assert ranks_and_referees() == []
