@@ -225,7 +225,8 @@ def test_not_finite_fails_alone_and_its_neighbours_keep_every_bit(studio: Studio
     )
     assert "logprobs -1e+38, advantages 1" in str(outputs[2])
     for model_id, index in kept.items():
-        assert outputs[index].metrics == good[index].metrics
+        now, before = ({**output.metrics, "memory_bytes:max": 0.0} for output in (outputs[index], good[index]))
+        assert now == before  # the process's memory is not the request's
         assert torch.equal(studio.gradient(model_id), expected[model_id])
         studio.step(model_id)
     # the same adapter's other request counts, and only that one; then the step says whose gradient is missing
