@@ -91,7 +91,7 @@ class Sampler:
         else:
             self._pool = model.make_kv_pool(num_pages + num_filler_pages)
             model.pack_weights()
-            if model.packable:
+            if model.packable and not model.sharded:  # its ranks make one pass a step, each layer whole for a moment
                 self._flat = FlatDecoder.of(model, self._pool)
 
     def warm_up(self) -> None:
