@@ -7,6 +7,8 @@
 A decode step cannot be faster than reading what it needs once: the weights, the keys and values of every sequence's
 context, the distinct adapters; over the bandwidth of a large copy, measured in the same process:
 ``floor = max((W + Σ context · kv + Σ adapter) / B, 2 · P · batch / F)``.
+``mismatch``: mean absolute difference between the sampler's log-probabilities of what it sampled and the trainer's, in
+nats; ``mismatch without``: the same with the trainer on the base alone, to see that adapters count.
 ``decode fraction`` is over the steps in which all sequences decode; ``run fraction`` over the whole run, its prefill
 included (whose own floor is ``2 · P · T / F``).
 """
@@ -14,17 +16,22 @@ included (whose own floor is ``2 · P · T / F``).
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from descant.model.base import BaseModel
+from descant.model.limit import matrix_rate
 from descant.model.load import ModelSource, load_model
+from descant.model.passes import Pass, RowRef, Segment
 from descant.sample.pages import pages_for
 from descant.sample.scheduler import SampleLimits, Scheduler
 from descant.sample.step import Sampler
@@ -55,12 +62,6 @@ def bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
 
 
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b), device)
-
-
 class Facts:
     """What the floor is made of."""
 
@@ -80,6 +81,14 @@ class Facts:
         return 2 * self.linear * tokens / self.rate
 
 
+@dataclass(slots=True, kw_only=True)
+class Sampled:
+    version: Version | None
+    prompt: np.ndarray
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0))
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0))
+
+
 def run(
     model: BaseModel,
     sampler: Sampler,
@@ -87,7 +96,7 @@ def run(
     versions: list[Version],
     num_pages: int,
     temperature: float,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], list[Sampled]]:
     scheduler = Scheduler(
         SampleLimits(
             max_running=options.prompts,
@@ -102,10 +111,12 @@ def run(
         fresh_seed=lambda: 0,
     )
     random = np.random.default_rng(0)
+    samples: dict[str, Sampled] = {}
     for number in range(options.prompts):
         version = versions[number % len(versions)] if versions else None
         sampler.acquire(version)
         prompt = random.integers(0, model.facts.vocab_size, options.prompt_tokens).astype(np.int32)
+        samples[f"r{number}"] = Sampled(version=version, prompt=prompt)
         scheduler.add(
             SampleRequest(
                 request_id=f"r{number}",
@@ -129,8 +140,10 @@ def run(
         planned = time.perf_counter()
         outputs = sampler.step(plan)
         stepped = time.perf_counter()
-        scheduler.apply(plan, outputs)
+        deltas = scheduler.apply(plan, outputs)
         end = time.perf_counter()
+        for delta in deltas:
+            samples[delta.request_id].tokens, samples[delta.request_id].logprobs = delta.tokens, delta.logprobs
         if any(output.error for output in outputs):
             raise RuntimeError(next(output.error for output in outputs if output.error))
         if plan.num_tokens == len(plan.sequences) == options.prompts:
@@ -141,7 +154,7 @@ def run(
     for number in range(options.prompts):
         sampler.release(versions[number % len(versions)] if versions else None)
     steps = decode[2:] or decode or [(seconds, 0.0, 0.0)]
-    return {
+    figures = {
         "seconds": seconds,
         "tokens_per_s": options.prompts * options.tokens / seconds,
         "prefill_s": prefill,
@@ -149,6 +162,33 @@ def run(
         "plan_ms": 1e3 * statistics.median(d[1] for d in steps),
         "apply_ms": 1e3 * statistics.median(d[2] for d in steps),
     }
+    return figures, list(samples.values())
+
+
+@torch.no_grad()
+def mismatch(model: BaseModel, samples: Sequence[Sampled], *, adapters: bool) -> float:
+    rows = [None if s.version is None or not adapters else model.bank.pin(s.version) for s in samples]
+    order = sorted(range(len(samples)), key=lambda i: rows[i] or RowRef(rank_class=0, slot=0))
+    lengths: list[int] = []
+    wanted: list[int] = []
+    segments, tokens, targets = [], [], []
+    for i in order:
+        sample, row, start = samples[i], rows[i], sum(lengths)
+        whole = np.concatenate([sample.prompt, sample.tokens])
+        lengths.append(len(whole) - 1)
+        if row is not None:
+            segments.append(Segment(start=start, end=start + lengths[-1], row=row))
+        tokens.append(whole[:-1])
+        targets.append(whole[1:])
+        wanted += range(start + len(sample.prompt) - 1, start + lengths[-1])
+    tokens_T, targets_T = (torch.tensor(np.concatenate(x), device=model.device).long() for x in (tokens, targets))
+    positions_T = torch.cat([torch.arange(n, device=model.device) for n in lengths])
+    hidden_TD, lora = model.trunk(tokens_T, positions_T, Pass(seq_lens=tuple(lengths), segments=tuple(segments)))
+    trained_T = model.head.logprobs(hidden_TD, targets_T[:, None], lora).logprobs_PK[:, 0].cpu().numpy()
+    for i, row in enumerate(rows):
+        if row is not None:
+            model.bank.unpin(samples[i].version)  # type: ignore[arg-type]
+    return float(np.abs(trained_T[wanted] - np.concatenate([samples[i].logprobs for i in order])).mean())
 
 
 def generate(shape: str, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
@@ -195,7 +235,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     with tempfile.TemporaryDirectory() as directory:
         source = ModelSource(name=options.shape, directory=shaped_model(options.shape, Path(directory), device=device))
-        model = load_model(source, device=device, max_version_bytes=32 << 30)
+        model = load_model(source, device=device, max_version_bytes=32 << 30, check=False, compile=False)
     facts = Facts(model, matrix_rate(device, model.dtype), bandwidth(device), options.rank)
     print(
         f"{card}, torch {torch.__version__}, {model.dtype}: {facts.rate / 1e12:.1f} TFLOP/s, "
@@ -203,7 +243,12 @@ def main() -> None:
         flush=True,
     )
     num_pages = options.prompts * pages_for(options.prompt_tokens + options.tokens)
-    sampler = Sampler(model, num_pages=num_pages)
+    start = time.perf_counter()
+    sampler = Sampler(model, num_pages=num_pages, max_rows=options.prompts)
+    sampler.warm_up()
+    print(f"compiled and captured in {time.perf_counter() - start:.1f} s", flush=True)
+    gc.collect()
+    gc.freeze()  # as a rank does
     temperature = 0.0 if options.greedy else 1.0
     base = 0.0
     for count in (0, *options.adapters):
@@ -218,9 +263,9 @@ def main() -> None:
             model.bank.delete(name)
         start = time.perf_counter()
         short = argparse.Namespace(**{**vars(options), "tokens": 12})
-        run(model, sampler, short, versions, num_pages, temperature)  # compiles and captures
+        _, samples = run(model, sampler, short, versions, num_pages, temperature)  # captures
         warm_up = time.perf_counter() - start
-        found = run(model, sampler, options, versions, num_pages, temperature)
+        found, _ = run(model, sampler, options, versions, num_pages, temperature)
         floor = facts.step(options.prompts, options.prompt_tokens + options.tokens / 2, count)
         whole = options.tokens * floor + facts.prefill(options.prompts * options.prompt_tokens)
         base = base or found["tokens_per_s"]
@@ -232,6 +277,8 @@ def main() -> None:
             "run_fraction": whole / found["seconds"],
             "to_base_only": found["tokens_per_s"] / base,
             "warm_up_s": warm_up,
+            "mismatch": mismatch(model, samples[:32], adapters=True),
+            "mismatch_without": mismatch(model, samples[:32], adapters=False),
         }
         if options.generate:
             row["to_generate"] = found["tokens_per_s"] / float(rows[0]["tokens_per_s"])  # type: ignore[arg-type]
@@ -245,8 +292,10 @@ def main() -> None:
                 run(model, sampler, short, versions, num_pages, temperature)
             table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=28, max_name_column_width=70)
             options.profile.with_suffix(f".{count}.txt").write_text(table)
-            lines = [line for line in table.splitlines() if "us" in line or "ms" in line]
-            print("\n".join(line[:72] + line[-75:] for line in lines[:24]), flush=True)
+            events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
+            for event in sorted(events, key=lambda e: -e.self_device_time_total)[:22]:
+                micros = event.self_device_time_total
+                print(f"{micros / 1e3:9.2f} ms {event.count:6d} x {micros / event.count:8.1f} us  {event.key[:90]}")
         for version in versions:
             model.bank.release(version)
     if options.json:

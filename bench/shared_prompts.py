@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from workload import device_name, load_shape
 
 from descant.model.base import BaseModel
-from descant.model.load import ModelSource, load_model
 from descant.ranks.turns import Waiting, WaitingDatum, WaitingModel, decide
-from descant.testing.shapes import SHAPES, shaped_model
+from descant.testing.shapes import SHAPES
 from descant.train.batch import MIN_SHARED_TOKENS, common_prefix
 from descant.train.step import Learner, Part
 from descant.types import Datum, EncodedText, ForwardBackward, ForwardBackwardOutput, LoraConfig, input_tokens
@@ -90,6 +89,7 @@ class Side:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--samples", type=int, default=8)
@@ -104,10 +104,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = options.budget or (16384 if device.type == "cuda" else 2048)
     dtype = getattr(torch, options.dtype)
-    with tempfile.TemporaryDirectory() as directory:
-        shaped_model(options.shape, Path(directory), device=device, dtype=dtype)
-        source = ModelSource(name=options.shape, directory=Path(directory))
-        model = load_model(source, device=device, dtype=dtype, check=False)
+    model = load_shape(options.shape, device, dtype=dtype, layers=options.layers)
     lora = LoraConfig(rank=options.rank, seed=0)
     model.bank.create(MODEL_ID, lora)
     weights = model.bank.weights(MODEL_ID)
@@ -138,7 +135,8 @@ def main() -> None:
     row = {
         "id": "shared_prompts",
         "what": f"{options.prompts} prompts of {options.prompt_tokens} tokens × {options.samples} samples of "
-        f"{options.sample_tokens}, {options.shape}, rank {options.rank}, passes of {budget} tokens",
+        f"{options.sample_tokens}, {options.shape} of {len(model.kv_shapes)} layers, rank {options.rank}, "
+        f"passes of {budget} tokens",
         "value": given / medians["shared"],
         "unit": "tokens/s",
         "baseline": given / medians["unshared"],
@@ -149,7 +147,7 @@ def main() -> None:
         "tokens_computed": computed,
         "gradient_difference": float((gradient - expected).abs().max() / expected.abs().max()),
         "logprob_difference": max(logprobs),
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "device": device_name(device),
         "dtype": options.dtype,
         "torch": torch.__version__,
     }

@@ -11,119 +11,40 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from workload import Tenants, load_shape
 
+from descant.bench import alternate, medians
 from descant.model.base import BaseModel
-from descant.model.load import ModelSource, load_model
-from descant.testing.shapes import SHAPES, shaped_model
-from descant.train.step import Learner, Part
-from descant.types import Datum, EncodedText, ForwardBackward, LoraConfig
+from descant.model.limit import matrix_rate
+from descant.testing.shapes import SHAPES
 
 ROUNDS = 5
 
 
-class Tenants:
-    """``count`` adapters, each with its share of the pass's tokens in sequences of ``length``."""
-
-    def __init__(self, model: BaseModel, count: int, *, tokens: int, length: int, ranks: Sequence[int]):
-        self.model, self.learner = model, Learner(model)
-        random = np.random.default_rng(0)
-        self.commands = []
-        for number in range(count):
-            name = f"t{count}-{number}"
-            model.bank.create(name, LoraConfig(rank=ranks[number % len(ranks)], seed=number))
-            share = tokens // count
-            data = [self._datum(random, size) for size in self._cut(share, length)]
-            self.commands.append(ForwardBackward(model_id=name, seq_id=1, data=tuple(data), loss_fn="cross_entropy"))
-
-    def _cut(self, tokens: int, length: int) -> list[int]:
-        return [min(length, tokens - start) for start in range(0, tokens, length)]
-
-    def _datum(self, random: np.random.Generator, length: int) -> Datum:
-        stream = random.integers(0, self.model.facts.vocab_size, length + 1)
-        return Datum(
-            model_input=(EncodedText(tokens=stream[:-1].astype(np.int32)),),
-            loss_fn_inputs={"target_tokens": stream[1:].astype(np.int64)},
-        )
-
-    def packed(self) -> None:
-        requests = [self.learner.open(command) for command in self.commands]
-        self.learner.run(
-            [Part(request=r, datum=i) for r, c in zip(requests, self.commands) for i in range(len(c.data))]
-        )
-        for request in requests:
-            self.learner.close(request)
-        self._clear()
-
-    def one_adapter_a_pass(self) -> None:
-        for command in self.commands:
-            request = self.learner.open(command)
-            self.learner.run([Part(request=request, datum=i) for i in range(len(command.data))])
-            self.learner.close(request)
-        self._clear()
-
-    def _clear(self) -> None:
-        for command in self.commands:
-            self.model.bank.gradient(command.model_id).zero_()
-            self.model.bank[command.model_id].gradient_free = True
-
-    def delete(self) -> None:
-        for command in self.commands:
-            self.model.bank.delete(command.model_id)
-
-
-def medians(work: dict[str, Callable[[], None]], device: torch.device) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for round_number in range(ROUNDS + 2):
-        for name, run in work.items():
-            start = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if round_number >= 2:
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large square product."""
-    size = 8192 if device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = medians({"mm": lambda: [torch.mm(a, b) for _ in range(10)] and None}, device)["mm"]
-    return 10 * 2 * size**3 / seconds
-
-
-def model_flops(model: BaseModel, shape: str, lora_params: int, seq_lens: Sequence[int]) -> float:
-    fields = SHAPES[shape]
-    head_dim = fields.get("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-    linear = sum(site.in_features * site.out_features for site in model.bank.sites)
-    tokens = sum(seq_lens)
-    attention = fields["num_hidden_layers"] * fields["num_attention_heads"] * head_dim * sum(s * s for s in seq_lens)
-    return 4.0 * linear * tokens + 6.0 * lora_params * tokens + 6.0 * attention
-
-
-def lora_params(model: BaseModel, rank: int) -> int:
-    return sum(rank * (site.in_features + site.out_features) for site in model.bank.sites)
+def tenants(model: BaseModel, count: int, options: argparse.Namespace) -> Tenants:
+    """``count`` adapters, each with its share of the pass's tokens in sequences of ``--length``."""
+    share = options.tokens // count
+    lengths = [min(options.length, share - start) for start in range(0, share, options.length)]
+    return Tenants(model, [lengths] * count, ranks=[options.rank])
 
 
 def set_mode(model: BaseModel, mode: str) -> None:
-    model.compiled = model.head.compiled = mode == "compiled"
+    model.compiled = mode == "compiled"
 
 
-def profile(run: Callable[[], None], file: Path) -> None:
+def profile(tenants: Tenants, file: Path) -> None:
     """What one pass spends its time on, by kernel."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
-        run()
+        tenants.packed()
         torch.cuda.synchronize()
+    tenants.clear()
     averages = profiler.key_averages()
     tables = [
         averages.table(sort_by=order, row_limit=70, max_name_column_width=90, max_src_column_width=0)
@@ -146,31 +67,28 @@ def main() -> None:
     options = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory() as directory:
-        start = time.perf_counter()
-        source = ModelSource(name=options.shape, directory=shaped_model(options.shape, Path(directory), device=device))
-        made = time.perf_counter() - start
-        model = load_model(source, device=device, compile="compiled" in options.modes)
-        print(f"made in {made:.1f} s, loaded in {time.perf_counter() - start - made:.1f} s", flush=True)
+    start = time.perf_counter()
+    model = load_shape(options.shape, device, compile="compiled" in options.modes)
+    print(f"made and loaded in {time.perf_counter() - start:.1f} s", flush=True)
     rate = matrix_rate(device, model.dtype)
     card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(f"{card}, torch {torch.__version__}, {model.dtype}, matrix rate {rate / 1e12:.1f} TFLOP/s", flush=True)
 
     rows = []
-    one = Tenants(model, 1, tokens=options.tokens, length=options.length, ranks=[options.rank])
+    one = tenants(model, 1, options)
     for mode in options.modes:
         set_mode(model, mode)
         for count in options.tenants:
-            many = Tenants(model, count, tokens=options.tokens, length=options.length, ranks=[options.rank])
+            many = tenants(model, count, options)
             rows += measure(one, many, options, mode, rate)
             many.delete()
     # Last: once the profiler has run, every launch of this process is slower.
     for mode in options.modes if options.profile else ():
         set_mode(model, mode)
-        profile(one.packed, options.profile / f"{options.shape}-{mode}-1.txt")
+        profile(one, options.profile / f"{options.shape}-{mode}-1.txt")
         for count in options.tenants:
-            many = Tenants(model, count, tokens=options.tokens, length=options.length, ranks=[options.rank])
-            profile(many.packed, options.profile / f"{options.shape}-{mode}-{count}.txt")
+            many = tenants(model, count, options)
+            profile(many, options.profile / f"{options.shape}-{mode}-{count}.txt")
             many.delete()
     if options.json:
         options.json.write_text(
@@ -180,20 +98,18 @@ def main() -> None:
 
 def measure(one: Tenants, many: Tenants, options: argparse.Namespace, mode: str, rate: float) -> list[dict[str, Any]]:
     model, count, tokens = one.model, len(many.commands), options.tokens
-    work = {"one tenant": one.packed, "packed": many.packed}
+    work: dict[str, Callable[[], object]] = {
+        "one tenant": lambda: (one.packed(), one.clear()),
+        "packed": lambda: (many.packed(), many.clear()),
+    }
     if options.alone:
-        work["one adapter a pass"] = many.one_adapter_a_pass
+        work["one adapter a pass"] = lambda: (many.one_adapter_a_pass(), many.clear())
     if model.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = medians(work, model.device)
-    lens = {
-        "one tenant": one._cut(tokens, options.length),
-        "packed": many._cut(tokens // count, options.length) * count,
-    }
+    seconds = medians(alternate(work, model.device, rounds=ROUNDS, warm_up=2))
     rows: list[dict[str, Any]] = []
-    for name, lengths in lens.items():
-        flops = model_flops(model, options.shape, lora_params(model, options.rank), lengths)
-        fraction = flops / seconds[name] / rate
+    for name, run in (("one tenant", one), ("packed", many)):
+        fraction = run.flops() / seconds[name] / rate
         rows.append({"what": name, "tokens_per_s": tokens / seconds[name], "fraction_of_limit": fraction})
     rows.append({"what": "tax against one tenant", "ratio": seconds["packed"] / seconds["one tenant"]})
     if options.alone:

@@ -6,6 +6,7 @@ with nothing in between. A fraction of 1 would mean that attention, adapters, sa
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import statistics
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from descant.model.base import BaseModel
     from descant.model.load import ModelSource
+    from descant.types import Version
 
 ROUNDS = 5
 NUM_SEQUENCES = 8
@@ -32,6 +34,7 @@ SEQUENCE_TOKENS = 128
 SAMPLE_PROMPT_TOKENS = 32
 SAMPLE_TOKENS = 64
 RANK = 8
+SAMPLE_RANK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,20 +139,31 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _alternate(work: Mapping[str, Callable[[], None]], device: torch.device) -> dict[str, float]:
-    """Median seconds of each, one after another in every round after one round that warms up."""
+def alternate(
+    work: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int | None = None, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each in every round (``ROUNDS`` of them), one after another, after rounds that warm up."""
     import torch
 
     seconds: dict[str, list[float]] = {name: [] for name in work}
-    for round_number in range(ROUNDS + 1):
+    for round_number in range((ROUNDS if rounds is None else rounds) + warm_up):
         for name, run in work.items():
             start = time.perf_counter()
             run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if round_number:
+            if round_number >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the rounds' ratios: what slows a whole round is in both of its figures."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def _linear_products(plain: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
@@ -228,7 +242,7 @@ def train_tokens_per_s(bench: Bench) -> Row:
         optimizer.zero_grad(set_to_none=True)
 
     try:
-        seconds = _alternate({"baseline": theirs, "value": ours, "limit": limit}, device)
+        seconds = medians(alternate({"baseline": theirs, "value": ours, "limit": limit}, device))
     finally:
         adapted.unload()
         model.bank.delete(model_id)
@@ -243,50 +257,70 @@ def train_tokens_per_s(bench: Bench) -> Row:
     )
 
 
-def sample_tokens_per_s(bench: Bench) -> Row:
-    """A batch of equal prompts sampled from the base model, against ``transformers.generate`` on the same batch."""
-    import numpy as np
-    import torch
+class _Sampling:
+    """Batches of ``NUM_SEQUENCES`` equal prompts through the scheduler and the sampler."""
 
-    from descant.model.passes import PAGE_TOKENS
-    from descant.sample.scheduler import SampleLimits, Scheduler
-    from descant.sample.step import Sampler
-    from descant.types import EncodedText, SampleRequest, SamplingParams
+    def __init__(self, model: BaseModel):
+        import numpy as np
 
-    model, device = bench.model, bench.model.device
-    generator = np.random.default_rng(0)
-    prompts = generator.integers(0, model.facts.vocab_size, (NUM_SEQUENCES, SAMPLE_PROMPT_TOKENS), dtype=np.int32)
-    num_pages = 2 * NUM_SEQUENCES * (1 + (SAMPLE_PROMPT_TOKENS + SAMPLE_TOKENS) // PAGE_TOKENS)
-    limits = SampleLimits(
-        max_running=NUM_SEQUENCES,
-        num_pages=num_pages,
-        step_tokens=NUM_SEQUENCES * SAMPLE_PROMPT_TOKENS,
-        max_waiting=NUM_SEQUENCES,
-        max_context_length=model.facts.max_context_length,
-        vocab_size=model.facts.vocab_size,
-        eos_token_ids=model.facts.eos_token_ids,
-    )
-    tokenizer: Any = model.tokenizer()
-    seeds = iter(range(1_000_000))
-    scheduler = Scheduler(limits, decode_text=tokenizer.decode, fresh_seed=lambda: next(seeds))
-    sampler = Sampler(model, num_pages=num_pages)
-    params = SamplingParams(max_tokens=SAMPLE_TOKENS, stop=())
-    numbers = iter(range(1_000_000))
+        from descant.model.passes import PAGE_TOKENS
+        from descant.sample.scheduler import SampleLimits, Scheduler
+        from descant.sample.step import Sampler
 
-    def ours() -> None:
-        for prompt in prompts:
+        size = (NUM_SEQUENCES, SAMPLE_PROMPT_TOKENS)
+        self.prompts = np.random.default_rng(0).integers(0, model.facts.vocab_size, size, dtype=np.int32)
+        num_pages = 2 * NUM_SEQUENCES * (1 + (SAMPLE_PROMPT_TOKENS + SAMPLE_TOKENS) // PAGE_TOKENS)
+        limits = SampleLimits(
+            max_running=NUM_SEQUENCES,
+            num_pages=num_pages,
+            step_tokens=NUM_SEQUENCES * SAMPLE_PROMPT_TOKENS,
+            max_waiting=NUM_SEQUENCES,
+            max_context_length=model.facts.max_context_length,
+            vocab_size=model.facts.vocab_size,
+            eos_token_ids=model.facts.eos_token_ids,
+        )
+        tokenizer: Any = model.tokenizer()
+        self._numbers = itertools.count()
+        self._scheduler = Scheduler(limits, decode_text=tokenizer.decode, fresh_seed=lambda: next(self._numbers))
+        self._sampler = Sampler(model, num_pages=num_pages)
+
+    def run(self, versions: Sequence[Version | None]) -> None:
+        """One request a prompt, each of the next version."""
+        from descant.types import EncodedText, SampleRequest, SamplingParams
+
+        for prompt, version in zip(self.prompts, itertools.cycle(versions)):
+            self._sampler.acquire(version)
             request = SampleRequest(
-                request_id=f"bench-{next(numbers)}",
-                version=None,
+                request_id=f"bench-{next(self._numbers)}",
+                version=version,
                 prompt=(EncodedText(tokens=prompt),),
                 num_samples=1,
-                sampling_params=params,
+                sampling_params=SamplingParams(max_tokens=SAMPLE_TOKENS, stop=()),
             )
-            scheduler.add(request)
-        while (plan := scheduler.plan()) is not None:
-            scheduler.apply(plan, sampler.step(plan))
+            self._scheduler.add(request)
+        while (plan := self._scheduler.plan()) is not None:
+            self._scheduler.apply(plan, self._sampler.step(plan))
+        for _, version in zip(self.prompts, itertools.cycle(versions)):
+            self._sampler.release(version)
 
-    inputs = torch.from_numpy(prompts.astype(np.int64)).to(device)
+
+def _sampling_limit(bench: Bench) -> Callable[[], None]:
+    step = _linear_products(bench.plain, NUM_SEQUENCES, backward=False)
+
+    def limit() -> None:
+        for _ in range(SAMPLE_TOKENS):
+            step()
+
+    return limit
+
+
+def sample_tokens_per_s(bench: Bench) -> Row:
+    """A batch of equal prompts sampled from the base model, against ``transformers.generate`` on the same batch."""
+    import torch
+
+    model, device = bench.model, bench.model.device
+    sampling = _Sampling(model)
+    inputs = torch.from_numpy(sampling.prompts.astype("int64")).to(device)
 
     @torch.inference_mode()
     def theirs() -> None:
@@ -302,13 +336,8 @@ def sample_tokens_per_s(bench: Bench) -> Row:
             pad_token_id=model.facts.eos_token_ids[0],
         )
 
-    step = _linear_products(bench.plain, NUM_SEQUENCES, backward=False)
-
-    def limit() -> None:
-        for _ in range(SAMPLE_TOKENS):
-            step()
-
-    seconds = _alternate({"baseline": theirs, "value": ours, "limit": limit}, device)
+    work = {"baseline": theirs, "value": lambda: sampling.run([None]), "limit": _sampling_limit(bench)}
+    seconds = medians(alternate(work, device))
     num_tokens = NUM_SEQUENCES * SAMPLE_TOKENS
     return bench.row(
         id="sample_tokens_per_s",
@@ -321,7 +350,47 @@ def sample_tokens_per_s(bench: Bench) -> Row:
     )
 
 
+def sample_adapters_tokens_per_s(bench: Bench) -> Row:
+    """The same batch with an adapter for each sequence, against the base model alone."""
+    import torch
+
+    from descant.types import LoraConfig, Version
+
+    model, bank = bench.model, bench.model.bank
+    versions: list[Version] = []
+    for number in range(NUM_SEQUENCES):
+        model_id = f"bench:sample:{number}"
+        bank.create(model_id, LoraConfig(rank=SAMPLE_RANK, seed=number))
+        generator = torch.Generator(model.device).manual_seed(number)
+        bank.weights(model_id).normal_(std=0.01, generator=generator)
+        bank.refresh_work(model_id)
+        versions.append(Version(model_id=model_id, number=1))
+        bank.publish(model_id, versions[-1])
+        bank.delete(model_id)
+    sampling = _Sampling(model)
+    work = {
+        "baseline": lambda: sampling.run([None]),
+        "value": lambda: sampling.run(versions),
+        "limit": _sampling_limit(bench),
+    }
+    try:
+        seconds = medians(alternate(work, model.device))
+    finally:
+        for version in versions:
+            bank.release(version)
+    num_tokens = NUM_SEQUENCES * SAMPLE_TOKENS
+    return bench.row(
+        id="sample_adapters_tokens_per_s",
+        what=f"the same with {NUM_SEQUENCES} adapters of rank {SAMPLE_RANK}, one a sequence; baseline: the base alone",
+        unit="tokens/s",
+        value=num_tokens / seconds["value"],
+        baseline=num_tokens / seconds["baseline"],
+        limit=num_tokens / seconds["limit"],
+    )
+
+
 MEASUREMENTS: Mapping[str, Callable[[Bench], Row]] = {
     "train_tokens_per_s": train_tokens_per_s,
     "sample_tokens_per_s": sample_tokens_per_s,
+    "sample_adapters_tokens_per_s": sample_adapters_tokens_per_s,
 }

@@ -120,6 +120,11 @@ def check(settings: Settings) -> None:
             f"server.host is {server.host!r}, which others can reach, and there are no API keys: "
             "set auth.keys or auth.keys_file, or serve on 127.0.0.1"
         )
+    if settings.rank.deterministic and settings.rank.drafter != "none":
+        raise UserError(
+            f"rank.drafter is {settings.rank.drafter!r} and rank.deterministic is true: guesses are computed together, "
+            "drawn tokens one by one; set one of the two"
+        )
     if len(set(settings.models)) != len(settings.models):
         raise UserError(f"models names a model twice: {', '.join(settings.models)}")
 

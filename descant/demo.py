@@ -54,7 +54,7 @@ def run_demo(model: str) -> int:
     habit_example, sums_example = _example("sft_habit"), _example("rl_sums")
     with tempfile.TemporaryDirectory(prefix="descant-demo-") as directory:
         console.print(f"Starting a server for [bold]{model}[/bold] (the first time, the model is converted once) …")
-        with _server(model, Path(directory)) as server:
+        with running_server(model, Path(directory)) as server:
             console.print(f"Descant serves {server.model} at {server.url}. Two clients train on it now:")
             habit, sums = _train_both(console, server, habit_example, sums_example)
     console.print(_results(habit_example.QUESTION, habit, sums))
@@ -90,7 +90,7 @@ def _example(name: str) -> ModuleType:
 
 
 @contextmanager
-def _server(model: str, directory: Path) -> Iterator[RunningServer]:
+def running_server(model: str, directory: Path) -> Iterator[RunningServer]:
     """``descant serve MODEL`` until the block ends; then it is asked to stop, and waited for."""
     log = directory / "server.log"
     command = [sys.executable, "-m", "descant.cli", "serve", model, "--port", "0"]

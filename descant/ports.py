@@ -7,7 +7,7 @@ is a protocol of its own, never a ``hasattr``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from descant.types import (
@@ -99,6 +99,15 @@ class Progress(Protocol):
     def running(self) -> str:
         """A few words without anybody's ids ("a training pass of 12 datums, 3400 tokens, for 3 models"); "" when
         idle. Costs no message and may be a moment old."""
+        ...
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """Optional for an ``Engine``: numbers for those who watch it."""
+
+    async def stats(self) -> Mapping[str, float]:
+        """By name (lower case, underscores): of now, or since the start. Nobody's ids, tokens or texts."""
         ...
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
 SCALE_NUMERATOR = 32.0
@@ -346,9 +347,36 @@ class SamplingParams:
     top_p: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorData:
+    """Numbers of ``shape``, dense or CSR, as the SDK has it: ``data`` flat, row by row; with ``sparse_crow_indices``
+    int64 [rows + 1] and ``sparse_col_indices`` int64 [cells] only the cells that these name."""
+
+    data: Int64 | Float32
+    shape: tuple[int, ...]
+    sparse_crow_indices: Int64 | None = None
+    sparse_col_indices: Int64 | None = None
+
+    def row_starts(self) -> Int64:
+        """Where each row's numbers begin in ``data``, and their end: int64 [rows + 1], of two dims."""
+        if self.sparse_crow_indices is not None:
+            return self.sparse_crow_indices
+        rows, cols = self.shape
+        return np.arange(rows + 1, dtype=np.int64) * cols
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """``version`` None samples the base model. ``prompt_logprobs`` and ``topk_prompt_logprobs`` ask for scores."""
+    """``version`` None samples the base model. Scores, each on demand (N tokens of prompt; position 0 has none):
+
+    ``prompt_logprobs``: the prompt's own tokens; ``topk_prompt_logprobs``: the k likeliest at each position; with
+    ``prompt_logprobs_last_n`` both only at the last n. ``target_prompt_logprobs`` int64 [N - 1, K]: the tokens that row
+    i names at position i + 1, -1 for none. ``prompt_alt_tokens_k``: tokens drawn at each position, at the request's
+    temperature without cuts. ``topk_sample_logprobs``: the k likeliest at each sampled token.
+
+    ``inflight``: begins with the newest published version of the model that is no older than ``version``, and goes on
+    with newer ones as they are published, keys and values kept.
+    """
 
     request_id: str
     version: Version | None
@@ -357,8 +385,16 @@ class SampleRequest:
     sampling_params: SamplingParams
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    topk_sample_logprobs: int = 0
     stream: bool = False
+    inflight: bool = False
 
+
+SamplerKind = Literal["snapshot", "inflight"]
+"""Of a sampling client: it keeps the weights it was made with, or follows its model's newest published ones."""
 
 StopReason = Literal["stop", "length"]
 
@@ -366,36 +402,56 @@ StopReason = Literal["stop", "length"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
     """``tokens`` int32 [S] with the stop included; ``logprobs`` float32 [S] of the temperature-scaled distribution
-    before top-k and top-p cut it."""
+    before top-k and top-p cut it; ``topk_logprobs`` [S, K] of the same."""
 
     tokens: Int32
     logprobs: Float32
     stop_reason: StopReason
+    topk_logprobs: TopK | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+EMPTY_TOPK = (0, -99999.0)
+"""The protocol's empty cell of a ``TopK``: token id and log-probability."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TopK:
-    """``token_ids`` int32 [N, K], ``logprobs`` float32 [N, K]; an empty cell is id 0 and -99999.0 (all of row 0 is)."""
+    """``token_ids`` int32 [N, K], ``logprobs`` float32 [N, K], falling; cells without a token are ``EMPTY_TOPK``."""
 
     token_ids: Int32
     logprobs: Float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScores:
-    """``logprobs`` float32 [N] at temperature 1, NaN where not computed (always at position 0)."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptAltTokens:
+    """``tokens`` int64 [N - 1, k] drawn at positions 1 and up, ``logprobs`` float32 of the same shape."""
 
+    tokens: Int64
     logprobs: Float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PromptScores:
+    """What was asked for, None what was not; all log-probabilities at temperature 1.
+
+    ``logprobs`` float32 [N], NaN where not computed (always at position 0); ``topk`` [N, K], empty rows there.
+    ``target_logprobs``: float32 in the request's shape and layout, 0.0 in cells of -1.
+    """
+
+    logprobs: Float32 | None = None
     topk: TopK | None = None
+    target_logprobs: TensorData | None = None
+    alt_tokens: PromptAltTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleDelta:
-    """A step forward of one request. ``version`` says which weights made it.
+    """A step forward of one request. ``version`` says which weights made its tokens.
 
-    Not streaming: one delta per sample, at its end, with all its tokens. Streaming: several; ``tokens`` are the new
-    ones. ``prompt`` comes once, with the first delta of the request that knows it. ``stop_reason`` is set on a
-    sample's last delta.
+    Not streaming: one delta per sample, at its end, with all its tokens; one more whenever its weights change
+    (``SampleRequest.inflight``). Streaming: several; ``tokens``, ``logprobs`` and ``topk_logprobs`` are the new ones'.
+    ``prompt`` comes once, with the first delta of the request that knows it. ``stop_reason`` is set on a sample's last
+    delta.
     """
 
     request_id: str
@@ -405,6 +461,7 @@ class SampleDelta:
     stop_reason: StopReason | None
     version: Version | None
     prompt: PromptScores | None = None
+    topk_logprobs: TopK | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -419,8 +476,13 @@ class SampleOutput:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
     prompt_logprobs: bool = True
+    target_prompt_logprobs: bool = True
     max_topk_prompt_logprobs: int = 20
+    max_topk_sample_logprobs: int = 20
+    max_prompt_alt_tokens_k: int = 20
     max_num_samples: int = 1024
+    max_running: int = 64
+    """Sequences decoding at once."""
 
 
 # --------------------------------------------------------------------------------------------------------------------

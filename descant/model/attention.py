@@ -11,9 +11,10 @@ What holds it together: a row's maximum is exact in any order; a block's product
 order of the sequence; and a block that a row does not see adds exactly 0 to it, so it does not matter that a batch
 neighbour made it part of the product. The backward pass owes nobody equal bits and uses PyTorch's own kernel.
 
-On CUDA, training and scoring in half precision go through PyTorch's packed flash kernels; the pages always through
-``paged_attention``, which never reads a page's tail. In a compiled layer attention is an operator that knows its pass
-by a number (``Handles``): whatever else the graph saw of the pass would make another graph for the next.
+On CUDA, training and scoring in half precision go through PyTorch's packed flash kernels, or cuDNN's where all the
+sequences have one length (``_one_length``); the pages always through ``paged_attention``, which never reads a page's
+tail. In a compiled layer attention is an operator that knows its pass by a number (``Handles``): whatever else the
+graph saw of the pass would make another graph for the next.
 
 Legend: T tokens of the pass, S sequences of a tile, R query rows of a tile, N keys of a tile (a multiple of
 ``PAGE_TOKENS``), H query heads, K key heads, G = H / K, D head size.
@@ -33,7 +34,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
-from descant.model.decode import DecodePass
+from descant.model.decode import PagedStep
 from descant.model.passes import MIN_ROWS, PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
 
 NAME = "descant"
@@ -44,6 +45,16 @@ other keyword that is not None is refused by name (gpt-oss's ``s_aux``, ignored,
 
 KV_SHAPES = "kv_shapes"
 """With this key in ``Pass.cache`` (an empty dict), each layer notes ``layer_idx → (K, D of keys, D of values)``."""
+
+RULES = "rules"
+"""Likewise, each layer notes ``layer_idx → Rule``."""
+
+DENSE_LENGTHS = 64
+"""Sequences of one length, a multiple of this, are a batch for cuDNN's kernels, which are made for Hopper: 0.15 and
+0.67 ms (forward, backward) a call of 16 × 1,024 tokens where the packed ones take 0.32 and 1.05 (H100, 16 heads of
+128). Of other lengths each would have a plan of its own made first: 100 ms, more than it saves."""
+
+MIN_DENSE_LENGTH = 256
 
 DECODE_ROWS = 16
 """Sequences of the KV pages with at most so many query tokens are computed together; longer ones each alone."""
@@ -68,7 +79,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: Pass | DecodePass,
+    plan: Pass | PagedStep,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -87,17 +98,17 @@ def attention(
         raise UserError("attention that is not causal is not supported")
     if dropout:
         raise UserError("attention dropout is not supported: the model must be in eval mode")
-    if isinstance(plan, DecodePass):
-        return _decode(module, query, key, value, plan, scaling, sliding_window, softcap), None
-    rule = _Rule(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap
-    )
+    rule = Rule(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if isinstance(plan, PagedStep):
+        return _of_step(module, rule, query_THD, key_TKD, value_TKD, plan).unsqueeze(0), None
     compiled = torch.compiler.is_compiling()  # then plan's handle is all that may be read of it, and no layer's index
     if not compiled:
         layer = cast(int, module.layer_idx)
         if (shapes := plan.cache.get(KV_SHAPES)) is not None:
             cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        if (rules := plan.cache.get(RULES)) is not None:
+            cast(dict[int, Rule], rules)[layer] = rule
         if query.shape[2] < plan.num_tokens:
             raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
         if plan.kv is not None:
@@ -117,7 +128,7 @@ def attention(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rule:
+class Rule:
     """How scores become weights: ``scaling``; only the last ``window`` keys; ``cap · tanh(score / cap)``."""
 
     scaling: float
@@ -291,7 +302,7 @@ def _run(indices: torch.Tensor) -> slice | None:
 
 def _forward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -303,7 +314,8 @@ def _forward(
     own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
     logsumexp_HT: torch.Tensor | None
     if _has_varlen(rule, query_THD, value_TKD):
-        out_THD, logsumexp_HT = _varlen(plan, rule, *own)
+        length = _one_length(plan, rule, query_THD)
+        out_THD, logsumexp_HT = _varlen(plan, rule, *own) if length is None else _dense(rule, length, *own)
     else:
         out_THD, logsumexp_TH = _blocked(plan, rule, *own, want_logsumexp=want_logsumexp)
         logsumexp_HT = None if logsumexp_TH is None else logsumexp_TH.t()
@@ -314,23 +326,27 @@ def _forward(
 
 
 def _over_pages(
-    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    plan: Pass, rule: Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> torch.Tensor:
     kv, num_tokens = plan.kv, plan.num_tokens
     assert kv is not None
-    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    pages = kv.pool.keys[layer], kv.pool.values[layer]
     if query_THD.is_cuda:
-        out_THD = _paged(plan, rule, layer, *own)
-    else:
-        _write_pages(plan, layer, own[1], own[2])
-        out_THD, _ = _blocked(plan, rule, *own, pages=(kv.pool.keys[layer], kv.pool.values[layer]))
+        from descant.model.paged_attention import paged_attention
+
+        return paged_attention(
+            query_THD, key_TKD, value_TKD, *pages, plan, scaling=rule.scaling, window=rule.window, softcap=rule.softcap
+        )
+    own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
+    _write_pages(plan, layer, own[1], own[2])
+    out_THD, _ = _blocked(plan, rule, *own, pages=pages)
     num_padding = len(query_THD) - num_tokens
     return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
 
 def _blocked(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -384,7 +400,7 @@ def _packed_float(x: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: _Tile, rule: _Rule, want_logsumexp: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tile: _Tile, rule: Rule, want_logsumexp: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """float32 [S · K, G · R, D] against [S · K, N, D] → out of the same shape, logsumexp [S · K, G · R].
 
@@ -452,7 +468,7 @@ class _Attention(torch.autograd.Function):
             out, logsumexp = torch.ops.descant.attention(query, key, value, handle, scaling, window, softcap)
         else:
             plan = ctx.plan = PASSES[handle]
-            rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+            rule = Rule(scaling=scaling, window=window, softcap=softcap)
             out, logsumexp = _forward(plan, rule, query, key, value, want_logsumexp=True)
         ctx.save_for_backward(query, key, value, out, logsumexp, handle)
         ctx.rule = (scaling, window, softcap)
@@ -476,7 +492,7 @@ def _forward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rule = _Rule(scaling=scaling, window=window, softcap=softcap)
+    rule = Rule(scaling=scaling, window=window, softcap=softcap)
     out, logsumexp = _forward(PASSES[handle], rule, query, key, value, want_logsumexp=True)
     assert logsumexp is not None
     return out, logsumexp.contiguous()
@@ -494,11 +510,15 @@ def _backward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan, rule = PASSES[handle], _Rule(scaling=scaling, window=window, softcap=softcap)
+    plan, rule = PASSES[handle], Rule(scaling=scaling, window=window, softcap=softcap)
     num_tokens, num_padding = plan.num_tokens, len(query) - plan.num_tokens
     do, q, k, v, o = (x[:num_tokens] for x in (grad_out, query, key, value, out))
-    backward = _varlen_backward if _has_varlen(rule, query, value) else _blocked_backward
-    grads = backward(plan, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
+    if not _has_varlen(rule, query, value):
+        grads = _blocked_backward(plan, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
+    elif (length := _one_length(plan, rule, query)) is None:
+        grads = _varlen_backward(plan, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
+    else:
+        grads = _dense_backward(rule, length, do, q, k, v, o, logsumexp)
     if num_padding:
         grads = tuple(F.pad(grad, (0, 0, 0, 0, 0, num_padding)) for grad in grads)
     dq, dk, dv = grads
@@ -534,7 +554,7 @@ def _backward_shapes(
 
 def _blocked_backward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -615,7 +635,7 @@ def _unseen(length: int, window: int | None, device: torch.device, context: int 
 
 
 def _kernel_backward(
-    rule: _Rule,
+    rule: Rule,
     context: int,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -648,7 +668,7 @@ def _kernel_backward(
 
 
 def _plain_backward(
-    rule: _Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
+    rule: Rule, context: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """[B, H or K, L (keys: context + L), D]. By autograd over the formula, in float32 (a soft cap, values of another
     size, CUDA)."""
@@ -667,7 +687,7 @@ def _plain_backward(
 # CUDA
 
 
-def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
+def _has_varlen(rule: Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     return (
         query.is_cuda
         and rule.softcap is None
@@ -676,7 +696,58 @@ def _has_varlen(rule: _Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _varlen_options(plan: Pass, rule: _Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
+def _one_length(plan: Pass, rule: Rule, query: torch.Tensor) -> int | None:
+    """The length of all sequences, where a batch of them is what computes fastest."""
+    if "one_length" not in plan.cache:
+        lengths = {length for length in plan.seq_lens if length}
+        only = lengths.pop() if len(lengths) == 1 and not plan.prefixes else 0
+        plan.cache["one_length"] = only if only >= MIN_DENSE_LENGTH and only % DENSE_LENGTHS == 0 else None
+    length = cast("int | None", plan.cache["one_length"])
+    fits = length is not None and (rule.window is None or rule.window >= length) and query.shape[-1] in (64, 128)
+    return length if fits and torch.cuda.get_device_capability(query.device) == (9, 0) else None
+
+
+def _dense(
+    rule: Rule, length: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logsumexp comes in the kernel's own order, [B, H, length] within [H, T]."""
+    q, k, v = (_batch(x, length) for x in (query_THD, key_TKD, value_TKD))
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, True, False, scale=rule.scaling
+    )
+    return _stream(out), logsumexp.view(query_THD.shape[1], -1)
+
+
+def _dense_backward(
+    rule: Rule,
+    length: int,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp_HT: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    do, q, k, v, o = (_batch(x, length) for x in (grad_out.contiguous(), query, key, value, out))
+    unused = torch.empty(0, dtype=torch.int64, device=query.device)  # the random state of a dropout, the ends of none
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, logsumexp_HT.reshape(*q.shape[:3], 1), unused, unused, None, None, None,
+        length, length, 0.0, True, scale=rule.scaling,
+    )  # fmt: skip
+    return tuple(_stream(grad) for grad in grads)
+
+
+def _batch(x_THD: torch.Tensor, length: int) -> torch.Tensor:
+    """[B, H, length, D], a view."""
+    return x_THD.view(-1, length, *x_THD.shape[1:]).transpose(1, 2)
+
+
+def _stream(x_BHLD: torch.Tensor) -> torch.Tensor:
+    """[T, H, D], a view where it was made from one."""
+    return x_BHLD.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _varlen_options(plan: Pass, rule: Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
     """And what both kernels are told of the rule."""
     if "cu_seqlens" not in plan.cache:
         plan.cache["cu_seqlens"] = _cumulative_lengths(plan, device)
@@ -719,7 +790,7 @@ def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
 
 
 def _varlen(
-    plan: Pass, rule: _Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    plan: Pass, rule: Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels under PyTorch's own packed attention (``torch.nn.attention.varlen``), which has no way to be called
     from an operator and be differentiated there. They take fewer key heads than query heads."""
@@ -744,7 +815,7 @@ def _varlen(
 
 def _varlen_backward(
     plan: Pass,
-    rule: _Rule,
+    rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -780,62 +851,26 @@ def _varlen_backward(
     return dq, dk, dv
 
 
-def _paged(
-    plan: Pass, rule: _Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+def _of_step(
+    module: nn.Module,
+    rule: Rule,
+    query_THD: torch.Tensor,
+    key_TKD: torch.Tensor,
+    value_TKD: torch.Tensor,
+    step: PagedStep,
 ) -> torch.Tensor:
-    from descant.model.paged_attention import paged_attention, prefill_tiles
+    """Also traced by the compiler, so nothing here may read what differs between layers but the tensors bound to
+    ``module``."""
+    from descant.model.paged_attention import step_attention
 
-    kv = plan.kv
-    assert kv is not None
-    cache_key = f"paged/{query_THD.shape[1]}/{key_TKD.shape[1]}"
-    if cache_key not in plan.cache:
-        tiles, tile_tokens = prefill_tiles(plan.seq_lens, kv.context_lens, query_THD.shape[1] // key_TKD.shape[1])
-        device = query_THD.device
-        plan.cache[cache_key] = (to_device(tiles, device), tile_tokens, kv.page_table.to(device, torch.int32))
-    tiles, tile_tokens, table = cast("tuple[torch.Tensor, int, torch.Tensor]", plan.cache[cache_key])
-    return paged_attention(
+    return step_attention(
         query_THD,
         key_TKD,
         value_TKD,
-        kv.pool.keys[layer],
-        kv.pool.values[layer],
-        table,
-        tiles,
-        tile_tokens=tile_tokens,
-        splits=1,
+        cast(torch.Tensor, module.page_keys),
+        cast(torch.Tensor, module.page_values),
+        step.handle,
         scaling=rule.scaling,
         window=rule.window,
         softcap=rule.softcap,
     )
-
-
-def _decode(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: DecodePass,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """One token a sequence; also traced by the compiler, so nothing here may read what differs between layers but the
-    tensors bound to ``module``."""
-    from descant.model.paged_attention import paged_attention
-
-    query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = paged_attention(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        cast(torch.Tensor, module.decode_keys),
-        cast(torch.Tensor, module.decode_values),
-        plan.table_NW,
-        plan.tiles_N4,
-        tile_tokens=1,
-        splits=plan.splits,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=window,
-        softcap=softcap,
-    )
-    return out_THD.unsqueeze(0)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
 import logging
 import math
 import mmap
@@ -69,6 +70,9 @@ DENSE = 0.9
 """A parked row that the true rank fills to this share is kept whole: one copy instead of hundreds."""
 
 READ_AHEAD = 2
+
+WRITE_AHEAD = 8
+"""One part in so many of the host's limit is kept free, or written already and free at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,8 @@ class Adapter:
     ``gradient_free``: its gradient row holds nothing.
 
     It is in one place: in rows (``place``), in host memory (``parked``), in a file, or, new, nowhere: its seed says
-    what it is (``blank``: zeros instead).
+    what it is (``blank``: zeros instead). ``writing``: what is in host memory is being written, or was, to a file that
+    counts once the memory is needed.
     """
 
     bank: AdapterBank = field(repr=False)
@@ -165,6 +170,7 @@ class Adapter:
     parked: Parked | None = field(default=None, repr=False)
     file: Path | None = None
     reading: Future[dict[str, torch.Tensor]] | None = field(default=None, repr=False)
+    writing: Future[Path] | None = field(default=None, repr=False)
     blank: bool = False
     holds: int = 0
     used: int = 0
@@ -288,6 +294,9 @@ class _Rows:
             return torch.frombuffer(self._memory, dtype=self._dtype).view(slots, self._row)
 
 
+_STAMPS = itertools.count()
+
+
 class _Slab:
     """All rows of one rank class, and the states of its adapters."""
 
@@ -299,6 +308,7 @@ class _Slab:
         self.num_placed = 0
         self.lora: dict[int, LoraConfig] = {}
         """Of every work row in use."""
+        self.stamps: dict[int, int] = {}
         self._device = device
         self._spare: list[torch.Tensor] = []
         """States nobody uses, kept since memory touched for the first time costs ten times as much as used memory."""
@@ -337,10 +347,11 @@ class _Slab:
     def take_work(self, lora: LoraConfig) -> int:
         slot = self.work.take(zero=False)
         self.lora[slot] = lora
+        self.stamps[slot] = next(_STAMPS)
         return slot
 
     def give_work(self, slot: int) -> None:
-        del self.lora[slot]
+        del self.lora[slot], self.stamps[slot]
         self.work.give(slot)
 
     def trim(self) -> int:
@@ -519,8 +530,10 @@ class AdapterBank:
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
         """``model_ids`` will be asked for soon, in this order, once the turn about ``keep`` has run. Moves what it can
         beside that turn, within the limits, displacing neither those nor ``keep``: on CUDA rows, everywhere files into
-        host memory. Never fails: what goes wrong is told to who asks for the rows."""
+        host memory; and what that will have to give up into files. Never fails: what goes wrong is told to who asks
+        for the rows."""
         self._wanted = frozenset(model_ids)
+        self._write_ahead()
         reading = 0
         for model_id in model_ids:
             adapter = self._adapters.get(model_id)
@@ -583,6 +596,12 @@ class AdapterBank:
         if slab is None or row.slot not in slab.lora:
             raise ServerError(f"row {row.slot} of rank class {row.rank_class} holds no adapter")
         return slab.lora[row.slot]
+
+    def stamp(self, row: RowRef) -> int:
+        """Another number each time the row is given to somebody. As long as it stays, so do a pinned version's
+        weights. Raises ``ServerError`` for a free row."""
+        self.lora(row)
+        return self._slabs[row.rank_class].stamps[row.slot]
 
     def trained(self, lora: LoraConfig) -> tuple[bool, ...]:
         """Which sites such an adapter trains; at the others its A and B are zero."""
@@ -868,7 +887,12 @@ class AdapterBank:
         return Parked(state=state, gradient=gradient)
 
     def _drop_file(self, adapter: Adapter) -> None:
+        """Before its numbers change."""
         adapter.reading = None
+        writing, adapter.writing = adapter.writing, None
+        if writing is not None and not writing.cancel():
+            with suppress(ServerError):
+                adapter.file = writing.result()
         if adapter.file is not None and self._spill is not None:
             self._spill.remove(adapter.file)
         adapter.file = None
@@ -1023,9 +1047,27 @@ class AdapterBank:
         return max(0, excess)
 
     def _write(self, adapter: Adapter, parked: Parked, spill: SpillDirectory) -> Path:
-        rows = parked.state[: 3 if adapter.step else 1]  # moments that are zero are not written
-        tensors = Parked(state=rows, gradient=parked.gradient).tensors()
-        return spill.write(_digest(adapter.model_id) + ADAPTER_SUFFIX, tensors)
+        writing, adapter.writing = adapter.writing, None
+        if writing is not None and not writing.cancel():
+            with suppress(ServerError):  # there may be room now
+                return writing.result()
+        return spill.write(_digest(adapter.model_id) + ADAPTER_SUFFIX, _written(adapter, parked))
+
+    def _write_ahead(self) -> None:
+        """Of the coldest on the host, one at a time, so that nobody waits for the disk when the memory is needed."""
+        spare = self._max_host_bytes // WRITE_AHEAD
+        if self._spill is None or self._host_excess(spare) <= 0:
+            return
+        parked = [a for a in self._adapters.values() if a.parked is not None and a.model_id not in self._wanted]
+        begun = [adapter for adapter in parked if adapter.writing is not None]
+        written = sum(a.parked.num_bytes for a in begun if a.parked is not None)
+        if written >= spare or not all(a.writing is None or a.writing.done() for a in begun):
+            return
+        coldest = min((a for a in parked if a.writing is None), key=lambda adapter: adapter.used, default=None)
+        if coldest is not None and coldest.parked is not None:
+            self._mover.finish()
+            name = _digest(coldest.model_id) + ADAPTER_SUFFIX
+            coldest.writing = self._spill.write_ahead(name, _written(coldest, coldest.parked))
 
     def _coldest(self, where: Callable[[_Published], bool]) -> list[_Published]:
         return sorted(filter(where, self._published.values()), key=lambda p: p.used)
@@ -1076,6 +1118,11 @@ def _share_of_memory(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(ADAPTER_SHARE * free)
     return int(ADAPTER_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _written(adapter: Adapter, parked: Parked) -> dict[str, torch.Tensor]:
+    """Moments that are zero are not."""
+    return Parked(state=parked.state[: 3 if adapter.step else 1], gradient=parked.gradient).tensors()
 
 
 def _digest(model_id: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,7 @@ from descant.model.bank import AdapterBank
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear
 from descant.model.passes import MIN_ROWS, PAGE_TOKENS, KVPool, Pass
+from descant.model.recompute import Activations
 from descant.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -62,8 +64,11 @@ class BaseModel:
         self.sharded = sharded
         self.compiled = False
         """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
+        self.activations: Activations | None = None
+        """What passes keep for their backward, as the warm-up found; None: unknown, nothing is recomputed."""
         self._has_graphs = False
-        self._decoder = decoder
+        self.decoder = decoder
+        """The network without its head."""
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -88,15 +93,33 @@ class BaseModel:
     ) -> torch.Tensor:
         compiled = self.compiled and pass_.kv is None and lora is not None
         self.channel.current = lora
+        self.channel.recomputed = self._recomputed_layers(pass_.num_tokens) if torch.is_grad_enabled() else 0
         try:
             with nullcontext() if compiled else self.eager():
-                hidden_TD = forward(self._decoder, tokens_T, positions_T, pass_)
+                hidden_TD = forward(self.decoder, tokens_T, positions_T, pass_)
         finally:
             self.channel.current = self.channel.given = None
         if compiled and hidden_TD.requires_grad:
             held: torch.Tensor = _Hold.apply(hidden_TD, pass_, lora)
             return held
         return hidden_TD
+
+    def _recomputed_layers(self, num_tokens: int) -> int:
+        if self.activations is None or self.sharded:  # ranks would not agree on the number
+            return 0
+        return self.activations.recomputed_layers(num_tokens, self.free_bytes())
+
+    def free_bytes(self) -> float:
+        """Of the device's memory, for tensors of this process; infinite where nobody counts it (CPU)."""
+        if self.device.type != "cuda":
+            return math.inf
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    @property
+    def has_experts(self) -> bool:
+        """Which tokens meet which weights is decided inside the pass."""
+        return any("experts" in name.split(".") for name, _ in self.network.named_modules())
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -116,7 +139,7 @@ class BaseModel:
         self.head.compiled, self.compiled, self._has_graphs = True, len(layers) > 0, len(layers) > 0
         try:
             for grad in (True, False):
-                with torch.set_grad_enabled(grad):
+                with torch.set_grad_enabled(grad), torch._inductor.config.patch(size_asserts=False):
                     self._warm_up_pass()
         except Exception:  # of the compiler: from Dynamo's own to a C compiler that is missing
             logger.warning("%s runs without torch.compile, which failed", self.facts.name, exc_info=True)
@@ -128,10 +151,29 @@ class BaseModel:
         pass_, lora = Pass(seq_lens=(WARM_UP_TOKENS,)), LoraPass(segments=(), slabs={})
         positions_T = torch.arange(WARM_UP_TOKENS, device=self.device)
         tokens_T = positions_T % self.facts.vocab_size
+        before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         hidden_TD = self._trunk(tokens_T, positions_T, pass_, lora)
+        if hidden_TD.requires_grad and self.device.type == "cuda":
+            self._note_activations(torch.cuda.memory_allocated(self.device) - before)
         head = self.head.logprobs(hidden_TD, tokens_T[:, None], None, loss=lambda _, logprobs_CK: -logprobs_CK)
         if hidden_TD.requires_grad:
             hidden_TD.backward(head.dhidden_TD)
+
+    def _note_activations(self, num_bytes: int) -> None:
+        """``num_bytes``: what the warm-up pass kept. It has no adapters, for which plain layers keep the inputs of
+        their products besides (compiled ones always do)."""
+        num_layers, hidden_size = len(self.layers), self.head.weight_VD.shape[1]
+        if not self.compiled:
+            linears = [m for m in self.network.modules() if isinstance(m, MultiLoraLinear)]
+            inputs = sum(m.site.in_features for m in linears if m.sites[0] == m.site_index)
+            num_bytes += inputs * WARM_UP_TOKENS * self.dtype.itemsize
+        if num_layers:
+            self.activations = Activations(
+                num_layers=num_layers,
+                layer=num_bytes / num_layers / WARM_UP_TOKENS,
+                input=hidden_size * self.dtype.itemsize,
+                fixed=self.head.chunk_bytes(),
+            )
 
     def empty_pass(self, *, backward: bool) -> None:
         """For a rank that has nothing to compute while others do, where the layers are sharded."""
@@ -141,18 +183,13 @@ class BaseModel:
             if backward:
                 hidden_TD.backward(torch.zeros_like(hidden_TD))
 
-    def decode_trunk(
-        self,
-        tokens_N: torch.Tensor,
-        positions_N: torch.Tensor,
-        pass_: decode.DecodePass,
-        adapters: decode.DecodeAdapters,
-    ) -> torch.Tensor:
-        """Hidden states [N, D] of one new token a sequence; N at least 8. Reads nothing back from the device. Within
-        ``eager``, or with the layers' calls replaced by others: their graphs are for passes without pages."""
-        self.channel.current = adapters
+    def paged_trunk(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, step: decode.PagedStep) -> torch.Tensor:
+        """Hidden states [T, D] of a step over the KV pages on CUDA; T at least 8 in a decode step, which reads nothing
+        back from the device. Within ``eager``, or with the layers' calls replaced by others: their graphs are for
+        passes without pages."""
+        self.channel.current = step
         try:
-            return forward(self._decoder, tokens_N, positions_N, pass_)
+            return forward(self.decoder, tokens_T, positions_T, step)
         finally:
             self.channel.current = self.channel.given = None
 
@@ -218,7 +255,7 @@ def decoder_layers(network: nn.Module, num_layers: int) -> Sequence[nn.Module]:
 
 
 def forward(
-    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.DecodePass
+    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.PagedStep
 ) -> torch.Tensor:
     """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
     num_tokens = len(tokens_T)
@@ -233,10 +270,13 @@ def forward(
 def make_kv_pool(
     kv_shapes: Sequence[tuple[int, int, int]], num_pages: int, *, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
-    def pages(heads: int, size: int) -> torch.Tensor:
-        return torch.zeros(num_pages, heads, PAGE_TOKENS, size, dtype=dtype, device=device)
+    def pages(*shape: int) -> torch.Tensor:
+        return torch.zeros(num_pages, *shape, dtype=dtype, device=device)
 
+    if device.type == "cpu" and all(key == value for _, key, value in kv_shapes):
+        joined = tuple(pages(2, heads, PAGE_TOKENS, size) for heads, size, _ in kv_shapes)
+        return KVPool(keys=tuple(x[:, 0] for x in joined), values=tuple(x[:, 1] for x in joined), joined=joined)
     return KVPool(
-        keys=tuple(pages(heads, key) for heads, key, _ in kv_shapes),
-        values=tuple(pages(heads, value) for heads, _, value in kv_shapes),
+        keys=tuple(pages(heads, PAGE_TOKENS, key) for heads, key, _ in kv_shapes),
+        values=tuple(pages(heads, PAGE_TOKENS, value) for heads, _, value in kv_shapes),
     )

@@ -73,6 +73,12 @@ class Head:
         """One target a position: the chunk's elementwise work is fused, and no float32 logits are written."""
         self.packed: torch.Tensor | None = None
 
+    def chunk_bytes(self) -> int:
+        """What ``logprobs`` takes for a moment, beside what it returns: logits and dLogits of a chunk, float32 unless
+        they are fused."""
+        itemsize = self.weight_VD.dtype.itemsize if self.compiled else 8
+        return 2 * CHUNK_TOKENS[self.weight_VD.device.type] * self.vocab_size * itemsize
+
     def logits(self, hidden_ND: torch.Tensor, lora: LoraPass | None, *, start: int = 0) -> torch.Tensor:
         """float32 [N, V] of the stream's tokens ``start:start+N`` (``start`` finds their adapters)."""
         with torch.no_grad():

@@ -26,9 +26,10 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from descant.errors import UserError
-from descant.model import attention, base, selfcheck
+from descant.model import attention, base, recompute, selfcheck
 from descant.model.bank import AdapterBank, LoraSite
 from descant.model.base import BaseModel
+from descant.model.fused import fuse
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, MultiLoraLinear
 from descant.types import ModelFacts
@@ -214,10 +215,12 @@ def load_model(
     if shard is not None:
         return model
     if compile is None:
-        has_experts = any("experts" in name.split(".") for name, _ in network.named_modules())
-        compile = device.type == "cuda" and dtype is not torch.float32 and not has_experts
+        compile = device.type == "cuda" and dtype is not torch.float32 and not model.has_experts
+    recompute.attach(model.layers, model.channel)
     if compile or device.type == "cuda":
         _join_linears(network)
+        if device.type == "cuda" and dtype is not torch.float32:
+            fuse(network)
         model.speed_up(model.layers if compile else ())
     return model
 

@@ -5,25 +5,30 @@ saves x and the rank-wide intermediate only, and adds dA and dB straight into th
 compiled layer it is an operator that knows its pass by a number (``Handles``) and its sites by a tensor, so that one
 graph serves all layers and all passes; the intermediates stay with the pass then.
 
-``_is_grouped`` chooses, in one place, how the segments' products are computed: a loop of plain products over views of
-the slab, or one grouped product over all adapters of a run. The loop is as fast on CPU up to some 16 segments (measured
-in bf16, 576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and
-is for what the grouped product does not take.
+``_is_grouped`` and ``_Run.narrow`` choose, in one place each, how the segments' products are computed: a loop of plain
+products over views of the slab, one grouped product over all adapters of a run, or on CUDA a kernel of our own
+(``lora_kernels``). The loop is as fast on CPU up to some 16 segments (measured in bf16, 576 → 1536, rank 32: 16
+segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and is for what the grouped product
+does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
-In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried from 1 to 300 rows, 1
-and 2 threads); in fp32 the library takes another path below 4 rows, which differs by 1e-6.
+In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried up to 300 rows, 1 and
+2 threads), but alone it takes another path, where one output in 10,000 (from some 1,500 input features on; of an
+adapter's second product one in 100,000) is rounded the other way; in fp32 fewer than 4 rows differ by 1e-6. So few rows
+are filled up with zeros.
 
 Legend: T tokens, I in, O out, R rank class, G adapters of a run.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,11 +38,17 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import ServerError
 from descant.model import decode, packed
 from descant.model.bank import AdapterBank, Layout, LoraSite
-from descant.model.passes import Handles, Pass, to_device
+from descant.model.passes import MIN_ROWS, Handles, Pass, to_device
 from descant.types import SCALE_NUMERATOR
+
+if TYPE_CHECKING:
+    from descant.model.lora_kernels import Sites, Tiles
 
 MAX_GROUPS = 1023
 """The CUDA kernel takes fewer than 1024 groups a call."""
+
+WITH_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0)})
+"""Capabilities of devices on which the kernels for narrow ranks find the 160 KiB that they need at most."""
 
 MAX_EVEN_TOKENS = 8
 """Longer segments gain nothing from being batched."""
@@ -63,6 +74,8 @@ class _Slabs:
     work_SP: torch.Tensor
     gradient_SP: torch.Tensor
     layout: Layout
+    has_kernels: bool
+    """Whether the kernels for narrow ranks may be used."""
 
 
 class _Run:
@@ -73,6 +86,8 @@ class _Run:
         self.slabs = slabs
         self.start, self.end = segments[0].start, segments[-1].end
         self._group_tensors: _GroupTensors | None = None
+        self._tiles: Tiles | None = None
+        self._narrow: dict[int, Sites | None] = {}
         self._is_even: bool | None = None
 
     def trained(self, sites: Sequence[int]) -> bool:
@@ -93,6 +108,38 @@ class _Run:
                 and all(s.end - s.start == length and s.scale == self.segments[0].scale for s in self.segments)
             )
         return self._is_even
+
+    def narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
+        """Where they lie, if the kernels for narrow ranks serve."""
+        if not self.slabs.has_kernels:
+            return None
+        if sites[0] not in self._narrow:  # a layer's sites are always the same
+            self._narrow[sites[0]] = self._find_narrow(sites, widths)
+        return self._narrow[sites[0]]
+
+    def _find_narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
+        layout = self.slabs.layout
+        from descant.model.lora_kernels import MAX_RANK, MAX_SITES, Sites
+
+        if layout.rank_class > MAX_RANK or len(sites) > MAX_SITES:
+            return None
+        return Sites(
+            a_offsets=tuple(layout.a_offset[site] for site in sites),
+            b_offsets=tuple(layout.b_offset[site] for site in sites),
+            widths=tuple(widths),
+            rank=layout.rank_class,
+        )
+
+    @property
+    def tiles(self) -> Tiles:
+        if self._tiles is None:
+            from descant.model.lora_kernels import make_tiles
+
+            self._tiles = make_tiles(
+                [(s.start - self.start, s.end - self.start, s.work, s.scale, s.gradient) for s in self.segments],
+                self.slabs.work_SP.device,
+            )
+        return self._tiles
 
     @property
     def groups(self) -> _GroupTensors:
@@ -148,6 +195,13 @@ def _step(slots: Sequence[int]) -> int | None:
     return step if not steps and step > 0 else None
 
 
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) in WITH_SHARED_MEMORY
+
+
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class LoraPass:
     """A pass's segments, resolved against the bank once, for all layers.
@@ -198,6 +252,7 @@ class LoraPass:
                 work_SP=bank.work_slab(rank_class),
                 gradient_SP=bank.gradient_slab(rank_class),
                 layout=bank.layout(rank_class),
+                has_kernels=products == "auto" and _has_kernels(bank.work_slab(rank_class).device),
             )
             for rank_class in {segment.rank_class for segment in segments}
         }
@@ -279,10 +334,12 @@ class LoraChannel:
     forward and kept in the autograd context: on CUDA, backward runs in another thread, where no context variable is
     seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call.
 
+    ``recomputed``: how many of the first decoder layers keep no activations (``model.recompute``).
     ``given``: an input that several layers share, and the outputs that wait for them (see ``MultiLoraLinear``).
     """
 
-    current: LoraPass | decode.DecodeAdapters | None = None
+    current: LoraPass | decode.PagedStep | None = None
+    recomputed: int = 0
     given: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
 
@@ -304,8 +361,6 @@ class MultiLoraLinear(nn.Module):
         self.channel = channel
         self.sites: tuple[int, ...] = (site_index,)
         """Of all layers that are joined with this one, in order."""
-        self.decode_offsets: torch.Tensor | None = None
-        """int64 [K, S, 2], where the A and B of ``sites`` begin in a row of each class of the decode step."""
         self.packed: torch.Tensor | None = None
         """None of a layer that is joined."""
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
@@ -361,7 +416,7 @@ class MultiLoraLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
         lora = self.channel.current
-        if not isinstance(lora, decode.DecodeAdapters) and (
+        if not isinstance(lora, decode.PagedStep) and (
             lora is None or not (torch.compiler.is_compiling() or lora.trained(self.site_index))
         ):
             return self._base_alone(x)
@@ -377,6 +432,16 @@ class MultiLoraLinear(nn.Module):
             y_TO = outputs[self._position]
         return y_TO.view(*x.shape[:-1], self.site.out_features)
 
+    def joined(self, x: torch.Tensor) -> torch.Tensor | None:
+        """[T, sum of widths]: what this layer and those joined with it make of ``x``, uncut. None where they are not
+        computed at once: nothing is joined behind this one, or the pass is none of training's."""
+        lora = self.channel.current
+        if self._joint is None or self._position > 0 or lora is None or isinstance(lora, decode.PagedStep):
+            return None
+        if not (torch.compiler.is_compiling() or any(lora.trained(site) for site in self.sites)):
+            return None
+        return self._output(x, *self._joint, lora)
+
     def _base_alone(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is not None and packed.serves(self.packed, x):
             return packed.linear(x, self.packed, self.bias)
@@ -388,13 +453,15 @@ class MultiLoraLinear(nn.Module):
         x: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
-        lora: LoraPass | decode.DecodeAdapters,
+        lora: LoraPass | decode.PagedStep,
     ) -> torch.Tensor:
         """Of all layers that are joined: [T, sum of widths]."""
         x_TI = x.reshape(-1, self.site.in_features)
-        if isinstance(lora, decode.DecodeAdapters):
-            assert self.decode_offsets is not None
-            return decode.linear(x_TI, weight_OI, bias_O, self._widths, self.decode_offsets, lora)
+        if isinstance(lora, decode.PagedStep):
+            paged: torch.Tensor = torch.ops.descant.paged_linear(
+                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths
+            )
+            return paged
         if torch.is_grad_enabled():
             recorded: torch.Tensor = _LoraLinear.apply(
                 x_TI, self._recorded, weight_OI, bias_O, lora.handle, self._sites, self._widths
@@ -402,7 +469,7 @@ class MultiLoraLinear(nn.Module):
             return recorded
         if torch.compiler.is_compiling():
             scored: torch.Tensor = torch.ops.descant.lora_linear(
-                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths
+                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths, False
             )
             return scored
         y_TO, _ = lora_linear(
@@ -428,7 +495,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx.widths = widths
         if torch.compiler.is_compiling():
             ctx.save_for_backward(x_TI, weight_OI, handle, sites)
-            y_TO: torch.Tensor = torch.ops.descant.lora_linear(x_TI, weight_OI, bias_O, handle, sites, widths)
+            y_TO: torch.Tensor = torch.ops.descant.lora_linear(x_TI, weight_OI, bias_O, handle, sites, widths, True)
             return y_TO
         ctx.lora = LORA_PASSES[handle]
         y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, sites.tolist(), widths, ctx.lora)
@@ -457,10 +524,13 @@ def _linear_op(
     handle: torch.Tensor,
     sites: torch.Tensor,
     widths: list[int],
+    keep: bool,
 ) -> torch.Tensor:
+    """``keep``: what the backward needs stays with the pass."""
     lora, indices = LORA_PASSES[handle], sites.tolist()
-    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora)
-    lora.keep(indices, saved)
+    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora, want_saved=keep)
+    if keep:
+        lora.keep(indices, saved)
     return y_TO
 
 
@@ -479,17 +549,36 @@ def _linear_backward_op(
     return dx_TI
 
 
+def _paged_linear_op(
+    x_TI: torch.Tensor,
+    weight_OI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    y_TO = F.linear(x_TI, weight_OI, bias_O)
+    decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, decode.PAGED_STEPS[handle].adapters)
+    return y_TO
+
+
 _LIBRARY = torch.library.Library("descant", "FRAGMENT")
 _LIBRARY.define(
-    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths, bool keep) "
+    "-> Tensor"
 )
 _LIBRARY.define(
     "lora_linear_backward(Tensor x, Tensor dy, Tensor weight, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
 )
+_LIBRARY.define(
+    "paged_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
+)
 _LIBRARY.impl("lora_linear", _linear_op, "CompositeExplicitAutograd")
 _LIBRARY.impl("lora_linear_backward", _linear_backward_op, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_linear", _paged_linear_op, "CompositeExplicitAutograd")
 
 
+@torch.library.register_fake("descant::paged_linear", lib=_LIBRARY)
 @torch.library.register_fake("descant::lora_linear", lib=_LIBRARY)
 def _linear_shape(x_TI: torch.Tensor, weight_OI: torch.Tensor, *rest: object) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])
@@ -526,7 +615,7 @@ def lora_linear(
             return y_TO, lora_forward(x_TI, ys, sites, lora, start=start)
         lora_add(x_TI, ys, sites, lora, start=start)
         return y_TO, []
-    h_TR = _grouped_shrink(x_TI, sites, run)
+    h_TR = _grouped_shrink(x_TI, sites, widths, run)
     y_TO = _grouped_additions(h_TR, sites, widths, run, bias_O)
     return y_TO.addmm_(x_TI, weight_OI.t()), [h_TR]
 
@@ -552,7 +641,7 @@ def lora_linear_backward(
     dh_TR = _grouped_backward(x_TI, dy_TO, saved[0], sites, widths, run)
     if not want_dx:
         return None
-    return _times(run, dh_TR, _all_a(run, sites, x_TI.shape[1]).transpose(1, 2)).addmm_(dy_TO, weight_OI)
+    return _grouped_dx(dh_TR, x_TI.shape[1], sites, widths, run).addmm_(dy_TO, weight_OI)
 
 
 # ---- the adapters' part alone, run by run
@@ -586,7 +675,8 @@ def lora_add(
 ) -> None:
     """``lora_forward`` when nothing will be pushed back. On CPU a decode step's segments of a row each are one batched
     product a side instead of two calls a segment (8 adapters, 576 → 1536, rank 16: 155 against 347 µs): in bf16 with
-    the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays."""
+    the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays. (Most models'
+    decode steps take ``wide`` instead.)"""
     runs = lora.runs(start, len(x_TI))
     if not all(_is_batched(lora, run, x_TI, sites) for run in runs):
         lora_forward(x_TI, ys, sites, lora, start=start)
@@ -596,9 +686,13 @@ def lora_add(
         for site, y_TO in zip(sites, ys):
             a_GRI = _stacked(run, layout.a_offset[site], layout.rank_class, x_TI.shape[1])
             b_GOR = _stacked(run, layout.b_offset[site], y_TO.shape[1], layout.rank_class)
-            h_GLR = torch.bmm(x_TI[tokens].view(num_groups, -1, x_TI.shape[1]), a_GRI.transpose(1, 2))
+            x_GLI = x_TI[tokens].view(num_groups, -1, x_TI.shape[1])
             y_GLO = y_TO[tokens].view(num_groups, -1, y_TO.shape[1])
-            y_GLO.baddbmm_(h_GLR, b_GOR.transpose(1, 2), alpha=run.segments[0].scale)
+            h_GLR = torch.bmm(_filled_up(x_GLI), a_GRI.transpose(1, 2))[:, : x_GLI.shape[1]]
+            few_GLO = torch.baddbmm(
+                _filled_up(y_GLO), _filled_up(h_GLR), b_GOR.transpose(1, 2), alpha=run.segments[0].scale
+            )
+            y_GLO.copy_(few_GLO[:, : x_GLI.shape[1]])
 
 
 def _is_batched(lora: LoraPass, run: _Run, x_TI: torch.Tensor, sites: Sequence[int]) -> bool:
@@ -620,7 +714,7 @@ def lora_intermediates(
         if not run.trained(sites):
             continue
         if _is_grouped(lora, run, x_TI, widths):
-            saved.append(_grouped_shrink(x_TI, sites, run))
+            saved.append(_grouped_shrink(x_TI, sites, widths, run))
             continue
         for site in sites:
             trained = [segment for segment in run.segments if segment.trained[site]]
@@ -649,7 +743,7 @@ def lora_backward(
             dy_TO = dys[0][tokens] if len(dys) == 1 else torch.cat([dy[tokens] for dy in dys], dim=1)
             dh_TR = _grouped_backward(x_TI[tokens], dy_TO, next(intermediates), sites, widths, run)
             if dx_TI is not None:
-                dx_TI[tokens].add_(_times(run, dh_TR, _all_a(run, sites, x_TI.shape[1]).transpose(1, 2)))
+                dx_TI[tokens].add_(_grouped_dx(dh_TR, x_TI.shape[1], sites, widths, run))
             continue
         for site, dy_TO in zip(sites, dys):
             for segment in run.segments:
@@ -678,13 +772,24 @@ def _view(slab_SP: torch.Tensor, slot: int, offset: int, rows: int, columns: int
 def _segment_shrink(x_TI: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> torch.Tensor:
     layout = slabs.layout
     a_RI = _view(slabs.work_SP, segment.work, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
-    return torch.mm(x_TI[segment.start : segment.end], a_RI.t())
+    x = x_TI[segment.start : segment.end]
+    return torch.mm(_filled_up(x), a_RI.t())[: len(x)]
+
+
+def _filled_up(x: torch.Tensor) -> torch.Tensor:
+    """[..., L, I] with at least ``MIN_ROWS`` rows, on CPU."""
+    missing = MIN_ROWS - x.shape[-2]
+    return x if missing <= 0 or x.is_cuda else F.pad(x, (0, 0, 0, missing))
 
 
 def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> None:
     layout = slabs.layout
     b_OR = _view(slabs.work_SP, segment.work, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
-    y_TO[segment.start : segment.end].addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    y = y_TO[segment.start : segment.end]
+    if len(y) >= MIN_ROWS or y.is_cuda:
+        y.addmm_(h_TR, b_OR.t(), alpha=segment.scale)
+    else:
+        y.copy_(torch.addmm(_filled_up(y), _filled_up(h_TR), b_OR.t(), alpha=segment.scale)[: len(y)])
 
 
 def _segment_backward(
@@ -775,8 +880,12 @@ def _scaled(h_TR: torch.Tensor, run: _Run) -> torch.Tensor:
     return h_TR.mul_(run.segments[0].scale if len(run.segments) == 1 else run.groups.scale_T1)
 
 
-def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], run: _Run) -> torch.Tensor:
+def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run) -> torch.Tensor:
     """Scaled, [run's tokens, sites · R]: one reading of x for all sites."""
+    if (narrow := run.narrow(sites, widths)) is not None:
+        from descant.model.lora_kernels import shrink
+
+        return shrink(x_TI[run.start : run.end], run.slabs.work_SP, run.tiles, narrow)
     return _scaled(_times(run, x_TI[run.start : run.end], _all_a(run, sites, x_TI.shape[1])), run)
 
 
@@ -784,8 +893,24 @@ def _grouped_additions(
     h_TR: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[run's tokens, sum of widths]"""
-    additions_TO = _times(run, h_TR, _all_b(run, sites, widths))
+    if (narrow := run.narrow(sites, widths)) is not None:
+        from descant.model.lora_kernels import expand
+
+        additions_TO = expand(h_TR, run.slabs.work_SP, run.tiles, narrow)
+    else:
+        additions_TO = _times(run, h_TR, _all_b(run, sites, widths))
     return additions_TO if bias_O is None else additions_TO.add_(bias_O)
+
+
+def _grouped_dx(
+    dh_TR: torch.Tensor, in_features: int, sites: Sequence[int], widths: Sequence[int], run: _Run
+) -> torch.Tensor:
+    """[run's tokens, in]"""
+    if (narrow := run.narrow(sites, widths)) is not None:
+        from descant.model.lora_kernels import push
+
+        return push(dh_TR, in_features, run.slabs.work_SP, run.tiles, narrow)
+    return _times(run, dh_TR, _all_a(run, sites, in_features).transpose(1, 2))
 
 
 def _grouped_backward(
@@ -797,6 +922,13 @@ def _grouped_backward(
     run: _Run,
 ) -> torch.Tensor:
     """dA and dB of the run's tokens into the gradient rows; returns the scaled dh [run's tokens, sites · R]."""
+    if (narrow := run.narrow(sites, widths)) is not None:
+        from descant.model.lora_kernels import add_gradients, pull
+
+        dh_TR = pull(dy_TO, run.slabs.work_SP, run.tiles, narrow)
+        if run.learns:
+            add_gradients(x_TI, dy_TO, h_TR, dh_TR, run.slabs.gradient_SP, run.tiles, narrow)
+        return dh_TR
     dh_TR = _scaled(_times(run, dy_TO, _all_b(run, sites, widths).transpose(1, 2)), run)
     if run.learns:
         layout, rank_class = run.slabs.layout, run.slabs.layout.rank_class

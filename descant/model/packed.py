@@ -24,12 +24,18 @@ def pack(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor |
         return None
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
-    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), MIN_ROWS)
+    packed = reorder(weight_OI)
     generator = torch.Generator().manual_seed(0)
     for num_rows in TRIED_ROWS:
         x = torch.randn(num_rows, weight_OI.shape[1], generator=generator).to(weight_OI.dtype)
         if not torch.equal(linear(x, packed, bias_O), F.linear(x, weight_OI, bias_O)):
             return None
+    return packed
+
+
+def reorder(weight_OI: torch.Tensor) -> torch.Tensor:
+    """Of a bf16 weight on CPU, whether its products have the plain ones' bits or not."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), MIN_ROWS)
     return packed
 
 
@@ -46,5 +52,11 @@ def product(
 
 def linear(x: torch.Tensor, packed: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
     """``F.linear`` of the weight that was packed."""
-    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias_O, "none", [], "")
+    y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias_O, "none", [], "")
     return y
+
+
+def linear_add(x: torch.Tensor, packed: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """``y + F.linear(x, weight)``, rounded once, as a new tensor. 2-D."""
+    sums: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, y, packed, None, "add")
+    return sums

@@ -1,24 +1,32 @@
-"""Attention over the KV pages on CUDA: one Triton kernel for decode, chunked prefill and verification.
+"""Attention over the KV pages on CUDA, as Triton kernels: of chunked prefill and verification, and of decode.
 
-Each program takes one tile of query rows of one sequence and one key head, and walks the sequence's pages with a
-running maximum and float32 sums. A page of one head is one contiguous block ``[PAGE_TOKENS, D]``. A few sequences do
-not fill the device: their keys are then split among ``splits`` programs, whose parts a second kernel adds.
+A program of prefill takes one tile of query rows of one sequence and one key head, and walks the sequence's pages with
+a running maximum and float32 sums. A page of one head is one contiguous block ``[PAGE_TOKENS, D]``.
+
+A program of decode takes one piece of a sequence's keys and one key head, with all query heads of its group: it reads
+each key and value once. The sequence's last piece also writes the new token's key and value, and counts them from
+registers. Where a sequence's keys end does not move its other pieces, so what comes out does not depend on who else is
+in the batch. Sequences of several pieces have them added by a second kernel, in their order.
 
 Cells beyond a sequence's end are never read (a masked load gives 0), so what an earlier owner left in a page's tail
 reaches nobody.
 
-Legend: T tokens, B sequences, H query heads, K key heads, G = H / K, D head size, C tiles, W width of the page table.
+Legend: T tokens, B sequences, N sequences of one new token, H query heads, K key heads, G = H / K, D head size, C tiles
+or pieces, W width of the page table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 
-from descant.model.passes import PAGE_TOKENS
+from descant.model.decode import PAGED_STEPS, DecodePass
+from descant.model.passes import PAGE_TOKENS, Pass, to_device
 
 PREFILL_ROWS = 64
 """Query rows (tokens times G) of a prefill tile: one tile of the matrix unit."""
@@ -74,8 +82,6 @@ def _attend(  # type: ignore[no-untyped-def]
     table,
     tiles,
     out,
-    logsumexp,
-    num_tokens,
     scaling,
     softcap,
     query_stride_t,
@@ -91,12 +97,10 @@ def _attend(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    SPLITS: tl.constexpr,
     IEEE: tl.constexpr,
 ):
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    split = tl.program_id(2)
     sequence = tl.load(tiles + tile * 4)
     start = tl.load(tiles + tile * 4 + 1)
     rows = tl.load(tiles + tile * 4 + 2)
@@ -119,14 +123,11 @@ def _attend(  # type: ignore[no-untyped-def]
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0) // PAGE
-    share = (num_pages - first + SPLITS - 1) // SPLITS
-    begin = first + split * share
-    end = tl.minimum(begin + share, num_pages)
 
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for number in range(begin, end):
+    for number in range(first, num_pages):
         page = tl.load(table + sequence * table_stride + number).to(tl.int64)
         cell = (page * K + head) * PAGE + n
         key_at = number * PAGE + n
@@ -154,14 +155,119 @@ def _attend(  # type: ignore[no-untyped-def]
             sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v)
         highest = higher
 
-    row = (split * num_tokens + start + t) * (K * G) + query_head
+    row = (start + t) * (K * G) + query_head
+    sums = sums / total[:, None]
     mask = live[:, None] & (dv < DV)[None, :]
-    if SPLITS == 1:
-        sums = sums / total[:, None]
-        tl.store(out + row[:, None] * DV + dv[None, :], sums.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row[:, None] * DV + dv[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode(  # type: ignore[no-untyped-def]
+    query,
+    key,
+    value,
+    keys,
+    values,
+    table,
+    pieces,
+    out,
+    parts,
+    logsumexp,
+    scaling,
+    softcap,
+    query_stride_t,
+    query_stride_h,
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    table_stride,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IEEE: tl.constexpr,
+):
+    head = tl.program_id(0)
+    piece = pieces + tl.program_id(1) * 5
+    row = tl.load(piece)
+    begin = tl.load(piece + 1)
+    end = tl.load(piece + 2)
+    position = tl.load(piece + 3)
+    part = tl.load(piece + 4)
+    if row < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, PAGE)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    query_head = head * G + m
+    q = tl.load(
+        query + row * query_stride_t + query_head[:, None] * query_stride_h + d[None, :],
+        mask=(m < G)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    # The last piece begins with the new token itself.
+    own = end == position
+    own_key = tl.load(key + row * key_stride_t + head * key_stride_h + d, mask=d < D, other=0.0)
+    own_value = tl.load(value + row * value_stride_t + head * value_stride_h + dv, mask=dv < DV, other=0.0)
+    own_page = tl.load(table + row * table_stride + position // PAGE).to(tl.int64)
+    own_cell = (own_page * K + head) * PAGE + position % PAGE
+    tl.store(keys + own_cell * D + d, own_key, mask=(d < D) & own)
+    tl.store(values + own_cell * DV + dv, own_value, mask=(dv < DV) & own)
+    own_scores = tl.sum(q.to(tl.float32) * own_key.to(tl.float32)[None, :], 1) * scaling
+    if SOFTCAP:
+        own_scores = softcap * (2.0 * tl.sigmoid(2.0 * own_scores / softcap) - 1.0)
+    highest = tl.where(own, own_scores, float("-inf"))
+    total = tl.where(own, tl.full([BLOCK_M], 1.0, tl.float32), 0.0)
+    sums = tl.where(own, own_value.to(tl.float32)[None, :] + tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), 0.0)
+
+    first = begin
+    if WINDOW > 0:
+        first = tl.maximum(begin, position - WINDOW + 1)
+    for at in range(first // PAGE * PAGE, end, PAGE):
+        page = tl.load(table + row * table_stride + at // PAGE).to(tl.int64)
+        cell = (page * K + head) * PAGE + n
+        seen = at + n < end
+        k = tl.load(keys + cell[None, :] * D + d[:, None], mask=seen[None, :] & (d < D)[:, None], other=0.0)
+        if IEEE:
+            scores = tl.dot(q, k, input_precision="ieee") * scaling
+        else:
+            scores = tl.dot(q, k) * scaling
+        if SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        if WINDOW > 0:
+            scores = tl.where((seen & (at + n > position - WINDOW))[None, :], scores, float("-inf"))
+        else:
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(scores - base[:, None])
+        fade = tl.exp(highest - base)
+        total = total * fade + tl.sum(weights, 1)
+        v = tl.load(values + cell[:, None] * DV + dv[None, :], mask=seen[:, None] & (dv < DV)[None, :], other=0.0)
+        if IEEE:
+            sums = sums * fade[:, None] + tl.dot(weights, v, input_precision="ieee")
+        else:
+            sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v)
+        highest = higher
+
+    mask = (m < G)[:, None] & (dv < DV)[None, :]
+    # A piece that is out of the window wholly has no total, and weighs nothing.
+    sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    if part < 0:
+        at_out = (row * (K * G) + query_head)[:, None] * DV + dv[None, :]
+        tl.store(out + at_out, sums.to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(out + row[:, None] * DV + dv[None, :], sums / tl.where(total == 0.0, 1.0, total)[:, None], mask=mask)
-        tl.store(logsumexp + row, tl.log(total) + highest, mask=live)
+        at_part = part * (K * G) + query_head
+        tl.store(parts + at_part[:, None] * DV + dv[None, :], sums, mask=mask)
+        tl.store(logsumexp + at_part, tl.log(total) + highest, mask=m < G)
 
 
 @triton.jit
@@ -169,21 +275,144 @@ def _combine(  # type: ignore[no-untyped-def]
     parts,
     logsumexp,
     out,
-    num_rows,
+    ranges,
+    H: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ):
     row = tl.program_id(0)
-    s = tl.arange(0, SPLITS)
+    head = tl.program_id(1)
+    first = tl.load(ranges + row * 2)
+    count = tl.load(ranges + row * 2 + 1)
+    if count == 0:
+        return
+    p = tl.arange(0, BLOCK_P)
     dv = tl.arange(0, BLOCK_DV)
-    share = tl.load(logsumexp + s * num_rows + row)
-    weight = tl.exp(share - tl.max(share, 0))
-    weight = weight / tl.sum(weight, 0)
-    part = tl.load(parts + (s * num_rows + row)[:, None] * DV + dv[None, :], mask=(dv < DV)[None, :], other=0.0)
-    # A split without keys has weight 0 and wrote zeros; a NaN stays NaN.
-    x = tl.sum(weight[:, None] * part, 0)
-    tl.store(out + row * DV + dv, x.to(out.dtype.element_ty), mask=dv < DV)
+    highest = float("-inf")
+    total = 0.0
+    sums = tl.zeros([BLOCK_DV], tl.float32)
+    for block in range(0, count, BLOCK_P):
+        live = block + p < count
+        at = (first + block + p) * H + head
+        share = tl.load(logsumexp + at, mask=live, other=float("-inf"))
+        part = tl.load(parts + at[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+        higher = tl.maximum(highest, tl.max(share, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp(share - base)
+        fade = tl.exp(highest - base)
+        total = total * fade + tl.sum(weights, 0)
+        sums = sums * fade + tl.sum(weights[:, None] * part, 0)
+        highest = higher
+    tl.store(out + (row * H + head) * DV + dv, (sums / total).to(out.dtype.element_ty), mask=dv < DV)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pass_: Pass,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Writes the tokens' keys and values into their pages, then attends over all of the sequence. ``query`` [T, H, D],
+    ``key`` and ``value`` [T, K, D], ``keys`` and ``values`` the layer's pages; [T, H, D] contiguous. ``pass_`` has
+    ``kv``; tokens behind its own only fill up the rows: 0 comes out for them."""
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    shape = _Shape.of(query, key, value)
+    tiles_C4, table_BW, tile_tokens = _prefill_tensors(pass_, shape.group, query.device)
+    _write[(len(tiles_C4), shape.heads)](
+        key,
+        value,
+        keys,
+        values,
+        table_BW,
+        tiles_C4,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        table_BW.stride(0),
+        K=shape.heads,
+        D=shape.size,
+        DV=shape.value_size,
+        BLOCK_D=shape.block_d,
+        BLOCK_DV=shape.block_dv,
+        BLOCK_T=triton.next_power_of_2(tile_tokens),
+        PAGE=PAGE_TOKENS,
+        num_warps=4,
+    )
+    out = query.new_empty(len(query), query.shape[1], shape.value_size)
+    out[pass_.num_tokens :].zero_()
+    wide = query.dtype == torch.float32
+    _attend[(len(tiles_C4), shape.heads)](
+        query,
+        keys,
+        values,
+        table_BW,
+        tiles_C4,
+        out,
+        scaling,
+        softcap or 0.0,
+        query.stride(0),
+        query.stride(1),
+        table_BW.stride(0),
+        K=shape.heads,
+        G=shape.group,
+        D=shape.size,
+        DV=shape.value_size,
+        BLOCK_D=shape.block_d,
+        BLOCK_DV=shape.block_dv,
+        BLOCK_M=max(16, triton.next_power_of_2(tile_tokens * shape.group)),
+        PAGE=PAGE_TOKENS,
+        WINDOW=window or 0,
+        SOFTCAP=softcap is not None,
+        IEEE=wide,
+        num_warps=4,
+        num_stages=1 if wide else (3 if max(shape.size, shape.value_size) <= 128 else 2),
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    """``heads`` of keys, ``group`` query heads of each."""
+
+    heads: int
+    group: int
+    size: int
+    value_size: int
+
+    @staticmethod
+    def of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Shape:
+        return _Shape(
+            heads=key.shape[1],
+            group=query.shape[1] // key.shape[1],
+            size=query.shape[2],
+            value_size=value.shape[2],
+        )
+
+    @property
+    def block_d(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.size)))
+
+    @property
+    def block_dv(self) -> int:
+        return max(16, int(triton.next_power_of_2(self.value_size)))
+
+
+def _prefill_tensors(pass_: Pass, group: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Tiles, page table (int32) and the tokens of a tile: made once a pass."""
+    kv, key = pass_.kv, f"paged/{group}"
+    assert kv is not None
+    if key not in pass_.cache:
+        tiles, tile_tokens = prefill_tiles(pass_.seq_lens, kv.context_lens, group)
+        pass_.cache[key] = (to_device(tiles, device), kv.page_table.to(device, torch.int32), tile_tokens)
+    return cast("tuple[torch.Tensor, torch.Tensor, int]", pass_.cache[key])
 
 
 def _attention(
@@ -192,87 +421,86 @@ def _attention(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    table: torch.Tensor,
-    tiles: torch.Tensor,
-    tile_tokens: int,
-    splits: int,
+    handle: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    num_tokens, num_heads, size = query.shape
-    num_key_heads, value_size = key.shape[1], value.shape[2]
-    if query.stride(2) != 1:
-        query = query.contiguous()
-    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-    group = num_heads // num_key_heads
-    block_d, block_dv = (max(16, triton.next_power_of_2(x)) for x in (size, value_size))
-    _write[(len(tiles), num_key_heads)](
+    pass_ = PAGED_STEPS[handle].attention
+    if isinstance(pass_, Pass):
+        return paged_attention(
+            query, key, value, keys, values, pass_, scaling=scaling, window=window or None, softcap=softcap or None
+        )
+    return decode_attention(query, key, value, keys, values, pass_, scaling=scaling, window=window, softcap=softcap)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pass_: DecodePass,
+    *,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    """As ``paged_attention``, of one new token a sequence; 0: no window, no soft cap. Rows without a piece stay
+    undefined."""
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    shape = _Shape.of(query, key, value)
+    num_heads = query.shape[1]
+    out = query.new_empty(len(query), num_heads, shape.value_size)
+    parts, logsumexp = out, out
+    if pass_.num_parts:
+        parts = query.new_empty(pass_.num_parts, num_heads, shape.value_size, dtype=torch.float32)
+        logsumexp = query.new_empty(pass_.num_parts, num_heads, dtype=torch.float32)
+    wide = query.dtype == torch.float32
+    _decode[(shape.heads, pass_.num_pieces)](
+        query,
         key,
         value,
         keys,
         values,
-        table,
-        tiles,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        table.stride(0),
-        K=num_key_heads,
-        D=size,
-        DV=value_size,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        BLOCK_T=triton.next_power_of_2(tile_tokens),
-        PAGE=PAGE_TOKENS,
-        num_warps=1 if tile_tokens == 1 else 4,
-    )
-    out = query.new_empty(num_tokens, num_heads, value_size)
-    if splits == 1:
-        parts, logsumexp = out, out
-    else:
-        parts = query.new_empty(splits, num_tokens, num_heads, value_size, dtype=torch.float32)
-        logsumexp = query.new_empty(splits, num_tokens, num_heads, dtype=torch.float32)
-    wide = query.dtype == torch.float32
-    _attend[(len(tiles), num_key_heads, splits)](
-        query,
-        keys,
-        values,
-        table,
-        tiles,
+        pass_.table_NW,
+        pass_.pieces_C5,
+        out,
         parts,
         logsumexp,
-        num_tokens,
         scaling,
         softcap,
         query.stride(0),
         query.stride(1),
-        table.stride(0),
-        K=num_key_heads,
-        G=group,
-        D=size,
-        DV=value_size,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        BLOCK_M=max(16, triton.next_power_of_2(tile_tokens * group)),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        pass_.table_NW.stride(0),
+        K=shape.heads,
+        G=shape.group,
+        D=shape.size,
+        DV=shape.value_size,
+        BLOCK_D=shape.block_d,
+        BLOCK_DV=shape.block_dv,
+        BLOCK_M=max(16, triton.next_power_of_2(shape.group)),
         PAGE=PAGE_TOKENS,
         WINDOW=window,
         SOFTCAP=softcap > 0,
-        SPLITS=splits,
         IEEE=wide,
         num_warps=4,
-        num_stages=1 if wide else (3 if max(size, value_size) <= 128 else 2),
+        num_stages=1 if wide else (3 if max(shape.size, shape.value_size) <= 128 else 2),
     )
-    if splits > 1:
-        _combine[(num_tokens * num_heads,)](
+    if pass_.num_parts:
+        _combine[(len(query), num_heads)](
             parts,
             logsumexp,
             out,
-            num_tokens * num_heads,
-            DV=value_size,
-            BLOCK_DV=block_dv,
-            SPLITS=splits,
+            pass_.parts_N2,
+            H=num_heads,
+            DV=shape.value_size,
+            BLOCK_DV=shape.block_dv,
+            BLOCK_P=8,
             num_warps=1,
         )
     return out
@@ -282,56 +510,40 @@ def _attention(
 # pass through its graph.
 _LIBRARY = torch.library.Library("descant_decode", "FRAGMENT")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor table, Tensor tiles, "
-    "int tile_tokens, int splits, float scaling, int window, float softcap) -> Tensor"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor handle, float scaling, "
+    "int window, float softcap) -> Tensor"
 )
 _LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("descant_decode::attention", lib=_LIBRARY)
-def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
+def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-def paged_attention(
+def step_attention(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    table_BW: torch.Tensor,
-    tiles_C4: torch.Tensor,
+    handle: torch.Tensor,
     *,
-    tile_tokens: int,
-    splits: int,
     scaling: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Writes the tokens' keys and values into their pages, then attends over all of the sequence; [T, H, D] contiguous.
-
-    ``tiles_C4`` int32: row of ``table_BW`` (int32), first token of the stream, number of tokens (at most
-    ``tile_tokens``; 0: nothing), position of the first. ``splits`` is a power of two. Rows in no tile stay undefined.
-    """
+    """Either of them, as the ``PagedStep`` of this ``handle`` says; [T, H, D] contiguous. One operator, so that a
+    compiled layer sees T and nothing else that varies."""
     out: torch.Tensor = torch.ops.descant_decode.attention(
-        query_THD,
-        key_TKD,
-        value_TKD,
-        keys,
-        values,
-        table_BW,
-        tiles_C4,
-        tile_tokens,
-        splits,
-        scaling,
-        window or 0,
-        softcap or 0.0,
+        query_THD, key_TKD, value_TKD, keys, values, handle, scaling, window or 0, softcap or 0.0
     )
     return out
 
 
 def prefill_tiles(seq_lens: Sequence[int], context_lens: Sequence[int], group: int) -> tuple[torch.Tensor, int]:
-    """Tiles int32 [C, 4] on the host, and the tokens of a tile."""
+    """Tiles int32 [C, 4] on the host (row of the page table, first token of the stream, number of tokens, position of
+    the first), and the tokens of a tile at most."""
     tile_tokens = max(1, PREFILL_ROWS // group) if max(seq_lens, default=1) > 1 else 1
     tiles: list[tuple[int, int, int, int]] = []
     start = 0

@@ -56,10 +56,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPool:
-    """``keys[layer]`` and ``values[layer]``: [P, Hkv, PAGE_TOKENS, D] in the base's dtype."""
+    """``keys[layer]`` and ``values[layer]``: [P, Hkv, PAGE_TOKENS, D] in the base's dtype. ``joined[layer]``
+    [P, 2, Hkv, PAGE_TOKENS, D]: what both are views of, where they are (on CPU, when their sizes are the same)."""
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    joined: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,7 +58,8 @@ class SpillDirectory:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._reader: ThreadPoolExecutor | None = None
+        self._beside: ThreadPoolExecutor | None = None
+        """One thread: what is written ahead and read ahead is so in the order in which it was asked for."""
         directory.mkdir(parents=True, exist_ok=True)
         for suffix in (VERSION_SUFFIX, ADAPTER_SUFFIX):
             for left in [*directory.glob("*" + suffix + WHOLE), *directory.glob("*" + suffix + PARTIAL)]:
@@ -84,10 +85,17 @@ class SpillDirectory:
         except (OSError, SafetensorError) as error:
             raise ServerError(f"{what} cannot be read back from {file}: {error}") from error
 
+    def write_ahead(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Future[Path]:
+        """``write`` on a thread of its own. The tensors must not change meanwhile."""
+        return self._executor().submit(self.write, name, tensors)
+
     def read_ahead(self, file: Path, what: str) -> Future[dict[str, torch.Tensor]]:
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-spill")
-        return self._reader.submit(self.read, file, what)
+        return self._executor().submit(self.read, file, what)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, thread_name_prefix="descant-spill")
+        return self._beside
 
     def remove(self, file: Path) -> None:
         with suppress(OSError):

@@ -406,7 +406,6 @@ class ThreadLink:
                 executor,
                 emit=self._emit,
                 board=self._board,
-                microbatch_tokens=self._settings.microbatch_tokens,
                 steps_per_microbatch=self._settings.steps_per_microbatch,
             )
             self._emit(Ready(facts=executor.facts, capabilities=executor.capabilities))

@@ -13,7 +13,7 @@ import logging
 import queue
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, assert_never
@@ -23,6 +23,7 @@ from descant.errors import DescantError, ServerError, UserError
 from descant.ranks.channel import Board
 from descant.ranks.messages import (
     Cancel,
+    Count,
     Drop,
     Failed,
     Finished,
@@ -94,11 +95,14 @@ class Executor(Protocol):
     facts: ModelFacts
     capabilities: EngineCapabilities
     num_ranks: int
+    microbatch_tokens: int
+    """Of one rank's part of a training pass."""
     idle_s: float | None
     """How often ``idle`` is called while there is nothing to do; None: never."""
 
     def idle(self) -> None: ...
 
+    def stats(self) -> Mapping[str, float]: ...
     def make_scheduler(self) -> Scheduler:
         """Called once for each rank; the same limits hold for all."""
         ...
@@ -203,7 +207,6 @@ class TurnLoop:
         *,
         emit: Callable[[FromRank], None],
         board: Board,
-        microbatch_tokens: int,
         steps_per_microbatch: float,
         seconds: Callable[[], float] = time.monotonic,
     ):
@@ -212,7 +215,7 @@ class TurnLoop:
         self._executor = executor
         self._emit = emit
         self._board = board
-        self._microbatch_tokens = microbatch_tokens
+        self._microbatch_tokens = executor.microbatch_tokens
         self._steps_per_microbatch = steps_per_microbatch
         self._seconds = seconds
         self._inbox: queue.SimpleQueue[ToRank | _Posted] = queue.SimpleQueue()
@@ -221,6 +224,8 @@ class TurnLoop:
         self._served: dict[str, int] = {}
         self._schedulers = [executor.make_scheduler() for _ in range(executor.num_ranks)]
         self._samples: dict[str, _Sampled] = {}
+        self._newest: dict[str, Version] = {}
+        """Of each model the newest version that is published."""
         self._turn = 0
         self._last: Kind = "idle"
         self._credit = 1.0
@@ -281,7 +286,9 @@ class TurnLoop:
             case Publish():
                 self._publish(message)
             case Release():
-                self._answer(message.call, lambda: self._executor.release_version(message.version))
+                self._answer(message.call, lambda: self._release(message.version))
+            case Count():
+                self._count(message.call)
             case Drop():
                 self._answer(message.call, lambda: self._executor.drop(message.ref))
             case Save():
@@ -301,6 +308,13 @@ class TurnLoop:
         else:
             self._emit(Finished(call=call, result=None))
 
+    def _count(self, call: int) -> None:
+        stats: dict[str, float] = dict(self._executor.stats())
+        for scheduler in self._schedulers:
+            for name, value in scheduler.stats().items():
+                stats[f"sample_{name}"] = stats.get(f"sample_{name}", 0) + value
+        self._emit(Finished(call=call, result=stats))
+
     def _enqueue(self, message: Submit) -> None:
         command = message.command
         entry = Entry(message.call, command, self._seconds())
@@ -318,12 +332,39 @@ class TurnLoop:
     def _publish(self, message: Publish) -> None:
         ref, executor = message.ref, self._executor
         if ref.directory is None or executor.is_published(ref.version):
-            self._answer(message.call, lambda: executor.publish(ref, None))
+            self._answer(message.call, lambda: self._make_newest(ref, None))
             return
         source = CheckpointSource(uri=ref.directory, directory=ref.directory, optimizer=False)
         reading = self._reader.submit(executor.read, source)
-        finish = _Posted(lambda: self._answer(message.call, lambda: executor.publish(ref, reading.result())))
+        finish = _Posted(lambda: self._answer(message.call, lambda: self._make_newest(ref, reading.result())))
         reading.add_done_callback(lambda _: self._inbox.put(finish))
+
+    def _make_newest(self, ref: SnapshotRef, loaded: Any | None) -> None:
+        """Publishes; then, between two steps, what follows its model moves to it."""
+        version = ref.version
+        self._executor.publish(ref, loaded)
+        newest = self._newest.get(version.model_id)
+        if newest is None or newest.number < version.number:
+            self._newest[version.model_id] = version
+        for request_id in [r for scheduler in self._schedulers for r in scheduler.followers(version)]:
+            try:
+                self._executor.acquire(version)
+            except Exception as error:  # it goes on with what it has
+                log.warning("a request stays with its weights, newer ones could not be had: %s", as_descant(error))
+                continue
+            sampled = self._samples[request_id]
+            deltas = sampled.scheduler.move(request_id, version)
+            self._samples[request_id] = replace(sampled, version=version)
+            self._executor.free(sampled.version)
+            for delta in deltas:
+                self._deliver(delta)
+
+    def _release(self, version: Version) -> None:
+        self._executor.release_version(version)
+        for scheduler in self._schedulers:
+            scheduler.release(version)
+        if self._newest.get(version.model_id) == version:
+            del self._newest[version.model_id]
 
     def _save(self, message: Save) -> None:
         try:
@@ -483,6 +524,10 @@ class TurnLoop:
         request = message.request
         scheduler = min(self._schedulers, key=_num_sequences)
         acquired = False
+        if request.inflight and request.version is not None:
+            newest = self._newest.get(request.version.model_id, request.version)
+            if newest.number > request.version.number:
+                request = replace(request, version=newest)
         try:
             if request.request_id in self._samples:
                 raise UserError(f"request {request.request_id!r} runs already")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from descant.errors import DescantError
@@ -63,11 +64,18 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """Asks for the rank's numbers."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     pass
 
 
-ToRank = Submit | Save | Drop | Publish | Release | Sample | Cancel | Stop
+ToRank = Submit | Save | Drop | Publish | Release | Sample | Cancel | Count | Stop
 
 # --------------------------------------------------------------------------------------------------------------------
 # From the rank
@@ -92,7 +100,7 @@ class StartFailed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     call: int
-    result: Result | Manifest | None
+    result: Result | Manifest | Mapping[str, float] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

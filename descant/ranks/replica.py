@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +28,7 @@ from descant.ranks.health import Death, Health
 from descant.ranks.launch import End, Launcher, Link, Phase, ThreadLink, start_processes
 from descant.ranks.messages import (
     Cancel,
+    Count,
     Drop,
     Failed,
     Finished,
@@ -352,6 +353,10 @@ class Replica:
     async def cancel(self, request_id: str) -> None:
         if self.alive and request_id in self._samples:
             self._send(Cancel(request_id=request_id))
+
+    # ------------------------------------------------------------------------------------------------ Measured
+    async def stats(self) -> Mapping[str, float]:
+        return cast(Mapping[str, float], await self._call(lambda call: Count(call=call), "a count"))
 
     # ------------------------------------------------------------------------------------------------ Progress
     def running(self) -> str:

@@ -22,7 +22,8 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,7 +32,7 @@ from typing import Protocol
 
 from descant.ckpt.manifest import MANIFEST, encode_manifest, read_manifest, write_durable
 from descant.errors import DescantError, RankDied, ServerError
-from descant.ports import Engine, Progress, Trainer
+from descant.ports import Engine, Measured, Progress, Trainer
 from descant.ranks.health import Death, Health
 from descant.ranks.launch import Launcher, Phase, start_processes
 from descant.ranks.placement import Load, PlacedModel, copy_target, place, rebalance, size_of
@@ -64,7 +65,7 @@ HALF_LIFE_S = 60.0
 """How fast tokens stop being recent."""
 
 
-class Member(Trainer, Engine, Progress, Protocol):
+class Member(Trainer, Engine, Progress, Measured, Protocol):
     """What a set needs of each of its replicas (``Replica``)."""
 
     @property
@@ -167,14 +168,12 @@ class ReplicaSet:
         self,
         members: Sequence[Member],
         *,
-        full: int = 64,
         scratch: Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
-        """``full``: sequences that a replica decodes at once (``rank.max_running``). ``scratch``: a directory for what
-        is on its way from one replica to another, readable by all; None: the system's."""
+        """``scratch``: a directory for what is on its way from one replica to another, readable by all; None: the
+        system's."""
         self._members = list(members)
-        self._full = full
         self._scratch = scratch
         self._now = now
         self.facts = members[0].facts
@@ -225,8 +224,8 @@ class ReplicaSet:
                 if isinstance(outcome, Replica):
                     await outcome.close()
             raise
-        settings, spill_dir = specs[0].settings, specs[0].spill_dir
-        return cls(replicas, full=settings.max_running, scratch=None if spill_dir is None else Path(spill_dir).parent)
+        spill_dir = specs[0].spill_dir
+        return cls(replicas, scratch=None if spill_dir is None else Path(spill_dir).parent)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -354,6 +353,19 @@ class ReplicaSet:
             sampling.cancelled = True
             if sampling.replica is not None:
                 await self._members[sampling.replica].cancel(request_id)
+
+    # ------------------------------------------------------------------------------------------------ Measured
+    async def stats(self) -> Mapping[str, float]:
+        """The sum of those that serve."""
+        members = [member for member in self._members if member.serving]
+        total: Counter[str] = Counter()
+        for outcome in await asyncio.gather(*(member.stats() for member in members), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                if not isinstance(outcome, RankDied):
+                    raise outcome
+            else:
+                total.update(outcome)
+        return {**total, "replicas_serving": len(members)}
 
     # ------------------------------------------------------------------------------------------------ Progress
     def running(self) -> str:
@@ -523,7 +535,7 @@ class ReplicaSet:
         if version is None or places is None:
             return
         in_flight = {index: self._in_flight[index] for index, m in enumerate(self._members) if m.serving}
-        target = copy_target(in_flight, places.replicas, full=self._full)
+        target = copy_target(in_flight, places.replicas, full=self.capabilities.max_running)
         if target is None:
             return
         if places.copying is None and target not in places.tried:

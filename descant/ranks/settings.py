@@ -28,19 +28,27 @@ class RankSettings:
     """How often it is looked whether adapters should move from a busy replica to an idle one."""
     num_threads: int | None = None
     """Threads of torch's own, in each replica; None: torch's choice (all cores), divided among replicas on a CPU."""
-    microbatch_tokens: int = 2048
-    """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most."""
+    microbatch_tokens: int | None = None
+    """Tokens of one training pass. Larger passes are more efficient; a sampled token waits for one at most. None: 2048
+    on a CPU, and on a CUDA device up to 16384, as many as fit its memory with nothing computed twice."""
     steps_per_microbatch: float = 4.0
     """Decode steps between two microbatches while both wait. At least 1, or tokens wait for several microbatches."""
     kv_bytes: int | None = None
     """Memory for the keys and values of sequences being sampled. None: on a CUDA device 2/5 of what the model
     and ``max_adapter_bytes`` leave of it (training's activations need the rest), 1 GiB elsewhere."""
-    max_running: int = 64
-    """Sequences decoding at once."""
+    max_running: int | None = None
+    """Sequences decoding at once. None: 64 on a CPU, 256 on a CUDA device (fewer where its pages are few)."""
     max_waiting: int = 2048
     """Sample requests queued; one more is told to try again."""
-    step_tokens: int = 512
-    """Prompt tokens prefilled in one step at most."""
+    step_tokens: int | None = None
+    """Prompt tokens prefilled in one step at most. None: 512 on a CPU, 4096 on a CUDA device."""
+    drafter: Literal["none", "ngram"] = "none"
+    """Guesses what sequences will draw, so that a step may draw several tokens; which tokens are drawn does not change.
+    ngram: what came after the same few tokens before. A gain for few sequences of repetitive text."""
+    deterministic: bool = False
+    """Sampling: a request gives the same bits whatever else is in the batch. In bf16 on a CPU it does so anyway."""
+    draft_tokens: int = 4
+    """Tokens that a drafter guesses for a sequence in one step, at most."""
     max_adapter_bytes: int | None = None
     """What adapters being trained take on the device: weights, moments, gradient, working copy. Those that no request
     is about move to host memory, then to disk, and come back by themselves. None: half of the memory that is free when

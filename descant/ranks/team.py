@@ -14,7 +14,7 @@ are not the same any more.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, assert_never
 
@@ -56,6 +56,7 @@ class Team:
     def __init__(self, worker: Worker, peers: Peers):
         self.facts, self.capabilities = worker.facts, worker.capabilities
         self.num_ranks = peers.num_ranks
+        self.microbatch_tokens = worker.microbatch_tokens
         self._worker, self._peers = worker, peers
         self._untold: list[Turn] = []
         self._number = 0
@@ -122,6 +123,9 @@ class Team:
     # ------------------------------------------------------------------------------------------------ rank 0's own
     def make_scheduler(self) -> Scheduler:
         return self._worker.make_scheduler()
+
+    def stats(self) -> Mapping[str, float]:
+        return self._worker.stats()
 
     def adapter_bytes(self, model_id: str) -> tuple[int, int]:
         return self._worker.adapter_bytes(model_id)

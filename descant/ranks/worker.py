@@ -22,12 +22,14 @@ from descant.ckpt.files import CheckpointTensors, read_checkpoint
 from descant.ckpt.snapshot import Snapshots, create_from, load_into
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
+from descant.model.limit import matrix_rate
 from descant.model.load import ModelSource, base_bytes, load_model, resolve_model
 from descant.model.passes import PAGE_TOKENS
 from descant.ranks.loop import Outcome, as_descant
 from descant.ranks.peers import Peers
 from descant.ranks.settings import LossSettings, RankSettings, RankSpec
 from descant.ranks.turns import Microbatch, Rows, SampleStep
+from descant.sample.drafter import NgramDrafter
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, StepPlan
 from descant.sample.step import Sampler
 from descant.train.step import Contribution, Learner, RequestKey
@@ -80,7 +82,7 @@ def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
         max_host_bytes=settings.max_host_bytes,
         shard=peers.shard if shard else None,
     )
-    phase("making the caches")
+    phase("making the caches, capturing decode steps" if model.device.type == "cuda" else "making the caches")
     return Worker(model, settings, spec.losses, peers)
 
 
@@ -107,7 +109,6 @@ class Worker:
     ):
         peers = peers or Peers()
         self.facts = model.facts
-        self.capabilities = EngineCapabilities()
         self._model = model
         self._settings = settings
         self._peers = peers
@@ -115,13 +116,21 @@ class Worker:
             model,
             computed_as=losses.computed_as() if losses is not None else {},
             add_up=peers.add_up if peers.num_ranks > 1 else None,
+            matrix_rate=matrix_rate(model.device, model.dtype, rounds=3),
         )
         if settings.max_adapter_bytes is not None:
             model.bank.max_adapter_bytes = settings.max_adapter_bytes
         # Alike on all ranks, so that they move the same adapters, and one plan of pages serves any of them.
         model.bank.max_adapter_bytes = peers.least("adapter bytes", model.bank.max_adapter_bytes)
-        self._num_pages = peers.least("pages", num_pages(model, settings))
-        self._sampler = Sampler(model, num_pages=self._num_pages)
+        num_pages, max_running, self._step_tokens = sampling_sizes(model, settings)
+        self._num_pages = peers.least("pages", num_pages)
+        max_running = peers.least("running sequences", max_running)
+        self.capabilities = EngineCapabilities(max_running=max_running)
+        self._sampler = Sampler(
+            model, num_pages=self._num_pages, max_rows=max_running, deterministic=settings.deterministic
+        )
+        self._sampler.warm_up()
+        self.microbatch_tokens = peers.least("tokens of a pass", microbatch_tokens(model, settings))
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()
@@ -130,15 +139,17 @@ class Worker:
     def make_scheduler(self) -> Scheduler:
         settings, facts = self._settings, self.facts
         limits = SampleLimits(
-            max_running=settings.max_running,
+            max_running=self.capabilities.max_running,
             num_pages=self._num_pages,
-            step_tokens=settings.step_tokens,
+            step_tokens=max(self._step_tokens, self._sampler.chunk_tokens or 1),
+            chunk_tokens=self._sampler.chunk_tokens,
             max_waiting=settings.max_waiting,
             max_context_length=facts.max_context_length,
             vocab_size=facts.vocab_size,
             eos_token_ids=facts.eos_token_ids,
             max_num_samples=self.capabilities.max_num_samples,
             max_topk=self.capabilities.max_topk_prompt_logprobs,
+            draft_tokens=settings.draft_tokens,
         )
         seeds = torch.Generator()
         seeds.seed()  # from the system's entropy: requests without a seed differ from run to run
@@ -146,6 +157,7 @@ class Worker:
             limits,
             decode_text=self._decode_text,
             fresh_seed=lambda: int(torch.randint(0, 2**62, (), generator=seeds)),
+            drafter=NgramDrafter() if settings.drafter == "ngram" else None,
         )
 
     def _decode_text(self, tokens: Sequence[int]) -> str:
@@ -405,11 +417,39 @@ def own_directory(parent: Path, name: str) -> Path:
     return parent / hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def num_pages(model: BaseModel, settings: RankSettings) -> int:
-    """Pages that ``kv_bytes`` pays for, no more than all running sequences could fill."""
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+MAX_RUNNING = {"cpu": 64, "cuda": 256}
+RUNNING_TOKENS = 512
+"""Room in the pages for each sequence that decodes on a CUDA device, at least: with less, they would push one another
+out more than they decode."""
+
+
+def sampling_sizes(model: BaseModel, settings: RankSettings) -> tuple[int, int, int]:
+    """Pages (what ``kv_bytes`` pays for, no more than all running sequences could fill), sequences decoding at once,
+    prompt tokens of a step."""
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
     paid = kv_bytes(settings, model) // (model.kv_bytes_per_token() * PAGE_TOKENS)
+    max_running = settings.max_running
+    if max_running is None:
+        max_running = MAX_RUNNING[kind]
+        if kind == "cuda":
+            max_running = max(1, min(max_running, paid * PAGE_TOKENS // RUNNING_TOKENS))
     longest = -(-model.facts.max_context_length // PAGE_TOKENS)
-    return max(2, min(paid, longest * settings.max_running))
+    step_tokens = STEP_TOKENS[kind] if settings.step_tokens is None else settings.step_tokens
+    return max(2, min(paid, longest * max_running)), max_running, step_tokens
+
+
+PASS_TOKENS = (2048, 4096, 8192, 16384)
+"""Larger ones gain little, and a sampled token waits for one."""
+
+
+def microbatch_tokens(model: BaseModel, settings: RankSettings) -> int:
+    """Once the pages are taken: what adapters may take beside them is not there for activations."""
+    if settings.microbatch_tokens is not None:
+        return settings.microbatch_tokens
+    if model.activations is None or model.device.type != "cuda":
+        return PASS_TOKENS[0]
+    return model.activations.tokens_that_fit(model.free_bytes() - model.bank.max_adapter_bytes, PASS_TOKENS)
 
 
 def kv_bytes(settings: RankSettings, model: BaseModel) -> int:

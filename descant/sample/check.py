@@ -25,9 +25,8 @@ def check_request(
     params = request.sampling_params
     if not 1 <= request.num_samples <= max_num_samples:
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {max_num_samples}")
-    if not 0 <= request.topk_prompt_logprobs <= max_topk:
-        raise UserError(f"topk_prompt_logprobs is {request.topk_prompt_logprobs}, expected 0 to {max_topk}")
     _check_prompt(request.prompt, vocab_size)
+    check_scores(request, vocab_size=vocab_size, max_topk=max_topk)
     _check_draw(params)
     _check_stop(params.stop, vocab_size)
 
@@ -56,6 +55,40 @@ def check_request(
             f"expected at most {memory_tokens - prompt_tokens} (the KV memory holds {num_pages * PAGE_TOKENS} tokens)"
         )
     return params.max_tokens
+
+
+def check_scores(request: SampleRequest, *, vocab_size: int, max_topk: int) -> None:
+    """What the request asks to know besides its samples. Raises ``UserError``."""
+    for name, k in (
+        ("topk_prompt_logprobs", request.topk_prompt_logprobs),
+        ("topk_sample_logprobs", request.topk_sample_logprobs),
+        ("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+    ):
+        if not 0 <= k <= max_topk:
+            raise UserError(f"{name} is {k}, expected 0 to {max_topk}")
+    num_rows = input_length(request.prompt) - 1
+    if (last_n := request.prompt_logprobs_last_n) is not None:
+        if not request.prompt_logprobs:
+            raise UserError(f"prompt_logprobs_last_n is {last_n}, expected it together with prompt_logprobs")
+        if not 1 <= last_n <= num_rows:
+            raise UserError(
+                f"prompt_logprobs_last_n is {last_n}, expected 1 to {num_rows} (the prompt has {num_rows + 1} tokens)"
+            )
+    if (targets := request.target_prompt_logprobs) is None:
+        return
+    if len(targets.shape) != 2 or targets.shape[0] != num_rows:
+        raise UserError(
+            f"target_prompt_logprobs has shape {targets.shape}, expected ({num_rows}, K): "
+            "a row for each prompt token after the first"
+        )
+    wrong = np.flatnonzero((targets.data < -1) | (targets.data >= vocab_size))
+    if len(wrong):
+        raise UserError(
+            f"target_prompt_logprobs.data[{wrong[0]}] is {targets.data[wrong[0]]}, "
+            f"expected -1 (none) or 0 to {vocab_size - 1}"
+        )
+    if not (targets.data >= 0).any():
+        raise UserError("target_prompt_logprobs names no token, expected at least one")
 
 
 def _check_prompt(prompt: ModelInput, vocab_size: int) -> None:

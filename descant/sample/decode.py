@@ -1,23 +1,28 @@
-"""Decode steps on CUDA: one token a sequence, captured as CUDA graphs, one per number of rows and adapters' classes.
+"""Passes over the KV pages on CUDA: prefill through compiled layers, and decode steps captured as CUDA graphs.
 
     rows → one pinned buffer → one copy → replay (layers, head, draw) → one copy back → tokens, log-probabilities
 
+A graph is made for a number of rows, of pieces that their keys are cut into, and of tiles of each class of adapters.
 While the host takes in a step's tokens and plans the next, the device already computes that next step
 (``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away.
 
 All inputs are views of one buffer on the device that never moves; a step fills the same buffer in host memory and
 copies it over. Rows beyond the step's own are dummies whose keys go to a page of nobody's. Graphs share one memory
-pool; they are captured when first needed and dropped when a slab of the bank has moved.
+pool. Those of the base alone are captured at the start (``warm_up``), others when first needed, which takes a fraction
+of a second: the layers are compiled once for all of them. They are dropped when a slab of the bank has moved.
 
-Legend: N rows, V vocabulary, W width of the page table, C tiles of adapters.
+Legend: N rows, V vocabulary, D hidden size, W width of the page table, C tiles of adapters or pieces of keys.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,24 +31,29 @@ from torch import nn
 
 from descant.model import decode
 from descant.model.bank import RANK_CLASSES
-from descant.model.base import BaseModel
-from descant.model.passes import PAGE_TOKENS, KVPool, RowRef
+from descant.model.base import WARM_UP_TOKENS, BaseModel
+from descant.model.lora import LoraPass
+from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass, RowRef, to_device
 from descant.sample.chance import uniforms
 from descant.sample.scheduler import SequenceStep
-from descant.types import SCALE_NUMERATOR
 
 logger = logging.getLogger(__name__)
 
 BUCKETS = (8, 16, 32, 64, 128, 256)
 """Rows of a graph. Fewer than 8 rows cost as much as 8."""
 
-ENOUGH_PROGRAMS = 264
-"""Two for each multiprocessor of a large card: fewer (sequence, key head) pairs have their keys split."""
+PIECE_TOKENS = 512
+"""Keys that one program of decode attention walks at most."""
 
-MAX_SPLITS = 16
+SMALL_PIECE_TOKENS = 128
+"""The same where whole pieces would not fill the device, as (sequence, key head) pairs fewer than these:"""
 
-MAX_PROGRAMS = 256
-"""Compiled layers kept, one for each kind of step; the compiler's own limit is 8."""
+ENOUGH_PROGRAMS = 512
+
+MIN_TILES = 8
+
+MAX_PROGRAMS = 64
+"""Compiled layers kept, one for each kind of layer; the compiler's own limit is 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +66,11 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
-    """What a graph is made for. ``tiles``: (rank class, room for tiles) of each class that has rows."""
+    """What a graph is made for. ``pieces``: room for them, ``rows`` if every sequence is one piece. ``tiles``: (rank
+    class, room for tiles) of each class that has rows."""
 
     rows: int
+    pieces: int
     tiles: tuple[tuple[int, int], ...]
 
 
@@ -107,7 +119,8 @@ class Flight:
 
 
 class DecodeGraphs:
-    """Steps of at most ``max_rows`` sequences with one new token each. One thread; at most two flights at once."""
+    """Steps of at most ``max_rows`` sequences with one new token each, and prefill. One thread; at most two flights at
+    once."""
 
     def __init__(
         self,
@@ -120,21 +133,93 @@ class DecodeGraphs:
         compiled: bool = True,
     ):
         """``dummy_page``: a page of ``pool`` that no sequence gets. ``table_width``: pages of the longest sequence.
-        ``compiled``: layers through ``torch.compile`` (fewer, fused kernels; some seconds at the first step of each
-        kind). Off CUDA nothing is captured or compiled."""
+        ``compiled``: layers through ``torch.compile`` (fewer, fused kernels; some seconds, once). Off CUDA nothing is
+        captured or compiled."""
         self._model, self._pool, self._dummy_page = model, pool, dummy_page
         self._on_cuda = model.device.type == "cuda"
         self._captures = self._on_cuda
         self._compiled = compiled and self._on_cuda
-        self.max_rows = max_rows
-        self._device = _Inputs(max_rows, table_width, model.device)
-        self._stages = [_Stage(max_rows, table_width, dummy_page, pinned=self._on_cuda) for _ in range(2)]
+        self.max_rows = min(max_rows, BUCKETS[-1])
+        self._buckets = BUCKETS[: bisect_left(BUCKETS, self.max_rows) + 1]
+        max_pieces = max(size * -(-table_width * PAGE_TOKENS // self._piece_tokens(size)) for size in self._buckets)
+        layout = _Layout(rows=self._buckets[-1], width=table_width, max_pieces=max_pieces)
+        self._device = _Inputs(layout, model.device)
+        self._stages = [_Stage(layout, dummy_page, pinned=self._on_cuda) for _ in range(2)]
+        self._logits_NV = torch.empty(
+            self._buckets[-1], model.head.vocab_size, dtype=model.dtype, device=model.device
+        )  # one for all graphs: at most one step's are looked at after it
         self._graphs: dict[_Key, _Captured] = {}
         self._slabs: dict[int, int] = {}
         self._memory: Any = None
         self._layers = model.layers
+        self._compiles_prefill = not model.has_experts  # whose every prefill would be another program
         self._calls: list[Any] | None = None
-        self._known_offsets: dict[tuple[int, ...], dict[tuple[int, ...], torch.Tensor]] = {}
+        self._offsets: dict[int, dict[tuple[int, ...], torch.Tensor]] = {}
+        decode.bind(model.network, pool)
+
+    def _piece_tokens(self, num_rows: int) -> int:
+        enough = num_rows * self._model.kv_shapes[0][0] >= ENOUGH_PROGRAMS
+        return PIECE_TOKENS if enough else SMALL_PIECE_TOKENS
+
+    def warm_up(self) -> None:
+        """Compiles the layers and captures the steps of the base alone, so that no request waits for either."""
+        start = time.monotonic()
+        length = min(WARM_UP_TOKENS, self._device.fields["table"].shape[1] * PAGE_TOKENS)
+        pages_1W = torch.full((1, -(-length // PAGE_TOKENS)), self._dummy_page, device=self._model.device)
+        kv = KVPass(pool=self._pool, page_table=pages_1W, context_lens=(0,))
+        positions_T = torch.arange(length, device=self._model.device)
+        self.prefill(positions_T % self._model.facts.vocab_size, positions_T, Pass(seq_lens=(length,), kv=kv))
+        for rows in self._buckets:
+            if self._captures:
+                self._captured(_Key(rows=rows, pieces=rows, tiles=()))
+        logger.info("decode steps captured in %.0f s", time.monotonic() - start)
+
+    # ------------------------------------------------------------------------------------------------ prefill
+    @torch.no_grad()
+    def prefill(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass
+    ) -> tuple[torch.Tensor, LoraPass | None]:
+        """``BaseModel.trunk`` of a pass with KV pages and without a backward, through the compiled layers."""
+        lora = LoraPass.of(pass_, self._model.bank)
+        step = decode.PagedStep(attention=pass_, adapters=self._prefill_adapters(pass_))
+        if self._compiled and self._compiles_prefill:
+            with self._compiled_layers():
+                try:
+                    return self._model.paged_trunk(tokens_T, positions_T, step), lora
+                except RuntimeError as error:
+                    self._give_up_compiling(error)
+        with self._model.eager():
+            return self._model.paged_trunk(tokens_T, positions_T, step), lora
+
+    def _prefill_adapters(self, pass_: Pass) -> tuple[decode.TileClass, ...]:
+        # Exact float32 products of so many rows at once would not fit the registers, nor would those of large ranks.
+        large = self._model.dtype is not torch.float32 and all(s.row.rank_class <= 64 for s in pass_.segments)
+        tile_rows = decode.PREFILL_TILE_ROWS if large else decode.TILE_ROWS
+        segments = [(segment.start, segment.end, segment.row) for segment in pass_.segments]
+        found = decode.tiles(segments, self._model.bank, tile_rows)
+        return tuple(
+            self._tile_class(
+                rank_class, to_device(torch.tensor(tiles, dtype=torch.int32), self._model.device), tile_rows
+            )
+            for rank_class, tiles in found.items()
+        )
+
+    def _tile_class(self, rank_class: int, tiles_C4: torch.Tensor, tile_rows: int) -> decode.TileClass:
+        return decode.TileClass(
+            rank_class=rank_class,
+            slab=self._model.bank.work_slab(rank_class).view(-1),
+            row=self._model.bank.layout(rank_class).row,
+            tiles_C4=tiles_C4,
+            tile_rows=tile_rows,
+            offsets=self._site_offsets(rank_class),
+        )
+
+    def _give_up_compiling(self, error: RuntimeError) -> None:
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise error
+        torch.cuda.synchronize()
+        logger.warning("sampling is not compiled, which makes it slower: %s", error)
+        self._compiled = False
 
     # ------------------------------------------------------------------------------------------------ a step
     def launch(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> Flight:
@@ -162,18 +247,19 @@ class DecodeGraphs:
         stage = self._stages[0]
         self._stages.reverse()
         stage.wait()
-        bucket = next(size for size in BUCKETS if size >= len(sequences))
+        bucket = next(size for size in self._buckets if size >= len(sequences))
         stage.fill(sequences, bucket, ahead=before is not None, sources=sources)
-        key = _Key(rows=bucket, tiles=self._fill_adapters(stage, bucket, rows))
+        num_pieces = stage.fill_pieces(bucket, self._piece_tokens(bucket))
+        key = _Key(rows=bucket, pieces=num_pieces, tiles=self._fill_adapters(stage, rows))
         captured = self._captured(key) if self._captures else None
         fields = self._device.fields
-        self._device.buffer.copy_(stage.inputs.buffer, non_blocking=True)
+        used = self._device.used_bytes(num_pieces)
+        self._device.buffer[:used].copy_(stage.inputs.buffer[:used], non_blocking=True)
         if before is not None:
             torch.index_select(before.step.tokens_N, 0, fields["sources"][:bucket], out=fields["tokens"][:bucket])
         if captured is not None:
             captured.graph.replay()
         else:
-            self._bind(key)
             with self._model.eager():
                 captured = self._compute(key)
         stage.result[:, :bucket].copy_(captured.result_2N, non_blocking=True)
@@ -182,22 +268,19 @@ class DecodeGraphs:
             stage.done.record()
         return Flight(sequences, rows, captured, stage.result.numpy(), stage.done, ahead=before is not None)
 
-    def _fill_adapters(self, stage: _Stage, bucket: int, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
-        tiles: dict[int, list[tuple[int, int, int, int]]] = {}
+    def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
+        segments: list[tuple[int, int, RowRef]] = []
         start = 0
-        while start < len(rows):
-            row, end = rows[start], start + 1
-            while end < len(rows) and rows[end] == row and end - start < decode.TILE_ROWS:
-                end += 1
+        for row, run in groupby(rows):
+            end = start + len(list(run))
             if row is not None:
-                scale = SCALE_NUMERATOR / self._model.bank.lora(row).rank
-                bits = int(np.float32(scale).view(np.int32))
-                tiles.setdefault(row.rank_class, []).append((start, end, row.slot, bits))
+                segments.append((start, end, row))
             start = end
         sizes = []
-        for rank_class in sorted(tiles):
-            found = tiles[rank_class]
-            room = next(room for room in (bucket // 8, bucket // 2, bucket) if room >= len(found))
+        for rank_class, found in sorted(decode.tiles(segments, self._model.bank, decode.TILE_ROWS).items()):
+            room = MIN_TILES
+            while room < len(found):
+                room *= 2
             field = stage.numpy[f"adapters{rank_class}"]
             field[: len(found)] = found
             field[len(found) : room] = 0
@@ -218,11 +301,10 @@ class DecodeGraphs:
             try:
                 self._graphs[key] = self._capture(key)
             except RuntimeError as error:
-                torch.cuda.synchronize()
                 if self._compiled:
-                    logger.warning("decode steps are not compiled, which makes them slower: %s", error)
-                    self._compiled = False
+                    self._give_up_compiling(error)
                 else:
+                    torch.cuda.synchronize()
                     logger.warning("decode steps are not captured, which makes them slower: %s", error)
                     self._captures = False
                     return None
@@ -230,7 +312,6 @@ class DecodeGraphs:
 
     def _capture(self, key: _Key) -> _Captured:
         torch.cuda.synchronize()  # a flight before this one reads inputs that the trial runs use too
-        self._bind(key)
         with self._compiled_layers():
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -243,7 +324,8 @@ class DecodeGraphs:
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
+            # Other threads of the process may go on allocating: they are no part of the graph.
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 captured = self._compute(key)
         captured.graph = graph
         return captured
@@ -254,54 +336,53 @@ class DecodeGraphs:
         if not self._compiled:
             return self._model.eager()
         if self._calls is None:
-            self._calls = [torch.compile(layer.forward, dynamic=False) for layer in self._layers]
+            for x in (*self._pool.keys, *self._pool.values):
+                torch._dynamo.mark_static(x)
+            self._calls = [torch.compile(layer.forward, dynamic=self._compiles_prefill) for layer in self._layers]
         return _Calls(self._layers, self._calls, max_programs=MAX_PROGRAMS)
 
-    def _bind(self, key: _Key) -> None:
-        decode.bind(self._model.network, self._pool, self._offsets(key))
-
-    def _offsets(self, key: _Key) -> dict[tuple[int, ...], torch.Tensor]:
-        """By the sites of a product; kept, since captured steps read them."""
-        rank_classes = tuple(rank_class for rank_class, _ in key.tiles)
-        if rank_classes not in self._known_offsets:
-            products = {layer.sites for layer in decode.linears(self._model.network)}
-            if self._model.head.site_index is not None:
-                products.add((self._model.head.site_index,))
-            self._known_offsets[rank_classes] = {
-                sites: decode.site_offsets(self._model.bank, rank_classes, sites, self._model.device)
-                for sites in products
-            }
-        return self._known_offsets[rank_classes]
-
-    def _classes(self, key: _Key) -> tuple[decode.DecodeClass, ...]:
+    def _classes(self, key: _Key) -> tuple[decode.TileClass, ...]:
         return tuple(
-            decode.DecodeClass(
-                rank_class=rank_class,
-                slab=self._model.bank.work_slab(rank_class).view(-1),
-                row=self._model.bank.layout(rank_class).row,
-                tiles_C4=self._device.fields[f"adapters{rank_class}"][:room],
-            )
+            self._tile_class(rank_class, self._device.fields[f"adapters{rank_class}"][:room], decode.TILE_ROWS)
             for rank_class, room in key.tiles
         )
+
+    def _site_offsets(self, rank_class: int) -> dict[tuple[int, ...], torch.Tensor]:
+        """Kept, since captured steps read them."""
+        if rank_class not in self._offsets:
+            model = self._model
+            products = decode.products(model.network)
+            if model.head.site_index is not None:
+                products.add((model.head.site_index,))
+            self._offsets[rank_class] = decode.site_offsets(model.bank, rank_class, products, model.device)
+        return self._offsets[rank_class]
 
     @torch.no_grad()
     def _compute(self, key: _Key) -> _Captured:
         from descant.sample.draw_kernel import draw_rows  # Triton: only where it is used
 
         model, fields, num_rows = self._model, self._device.fields, key.rows
-        adapters = decode.DecodeAdapters(classes=self._classes(key))
-        pass_ = decode.DecodePass(
-            table_NW=fields["table"][:num_rows],
-            tiles_N4=fields["tiles"][:num_rows],
-            splits=self._splits(num_rows),
+        adapters = self._classes(key)
+        step = decode.PagedStep(
+            attention=decode.DecodePass(
+                table_NW=fields["table"][:num_rows],
+                pieces_C5=fields["pieces"],
+                parts_N2=fields["parts"][:num_rows],
+                num_pieces=key.pieces,
+                num_parts=key.pieces if key.pieces > num_rows else 0,
+            ),
+            adapters=adapters,
         )
-        hidden_ND = model.decode_trunk(fields["tokens"][:num_rows], fields["positions"][:num_rows], pass_, adapters)
-        head = model.head
-        if adapters.classes and head.site_index is not None:
-            offsets_KS2 = self._offsets(key)[(head.site_index,)]
-            logits_NV = decode.linear(hidden_ND, head.weight_VD, head.bias_V, [head.vocab_size], offsets_KS2, adapters)
+        # A view of the buffer would be another program to the compiler than prefill's positions.
+        positions_N = fields["positions"][:num_rows].clone()
+        hidden_ND = model.paged_trunk(fields["tokens"][:num_rows], positions_N, step)
+        head, logits_NV = model.head, self._logits_NV[:num_rows]
+        if head.bias_V is None:
+            torch.mm(hidden_ND, head.weight_VD.t(), out=logits_NV)
         else:
-            logits_NV = nn.functional.linear(hidden_ND, head.weight_VD, head.bias_V)
+            torch.addmm(head.bias_V, hidden_ND, head.weight_VD.t(), out=logits_NV)
+        if head.site_index is not None:
+            decode.add_adapters(hidden_ND, logits_NV, (head.site_index,), [head.vocab_size], adapters)
         tokens_N, result_2N = draw_rows(
             logits_NV,
             fields["temperature"][:num_rows],
@@ -311,32 +392,25 @@ class DecodeGraphs:
         )
         return _Captured(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
 
-    def _splits(self, num_rows: int) -> int:
-        heads = self._model.kv_shapes[0][0]
-        splits = 1
-        while splits < MAX_SPLITS and num_rows * heads * splits < ENOUGH_PROGRAMS:
-            splits *= 2
-        return splits
-
 
 class _Stage:
     """A step's inputs and result in host memory. Not to be filled again before the device has read them."""
 
-    def __init__(self, rows: int, width: int, dummy_page: int, *, pinned: bool):
-        self.inputs = _Inputs(rows, width, torch.device("cpu"), pinned=pinned)
+    def __init__(self, layout: _Layout, dummy_page: int, *, pinned: bool):
+        self.inputs = _Inputs(layout, torch.device("cpu"), pinned=pinned)
         self.numpy = {name: x.numpy() for name, x in self.inputs.fields.items()}
         self.numpy["table"][:] = dummy_page
-        self.result = torch.empty(2, rows, dtype=torch.float64, pin_memory=pinned)
+        self.result = torch.empty(2, layout.rows, dtype=torch.float64, pin_memory=pinned)
         self.done: Any = None
         self._dummy_page = dummy_page
-        self._pages: list[tuple[int, ...]] = [()] * rows
+        self._pages: list[tuple[int, ...]] = [()] * layout.rows
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
 
     def fill(self, sequences: Sequence[SequenceStep], bucket: int, *, ahead: bool, sources: Sequence[int]) -> None:
-        """Everything but the adapters. ``ahead``: one token further than the sequences say."""
+        """Everything but pieces and adapters. ``ahead``: one token further than the sequences say."""
         num_rows, host = len(sequences), self.numpy
         for name, values in (
             ("tokens", [s.tokens[0] for s in sequences]),
@@ -346,7 +420,6 @@ class _Stage:
         ):
             host[name][: len(values)] = values
             host[name][len(values) : bucket] = 0
-        host["tiles"][:bucket, 3] = host["positions"][:bucket]
         seeds = np.array([s.seed for s in sequences], np.uint64)
         host["uniform"][:num_rows] = uniforms(seeds, np.array([s.draw + ahead for s in sequences], np.uint64))
         table, known = host["table"], self._pages
@@ -359,40 +432,65 @@ class _Stage:
                 table[index, 0] = self._dummy_page
                 known[index] = ()
 
+    def fill_pieces(self, bucket: int, piece_tokens: int) -> int:
+        """Of the positions filled in before; the room for them: the bucket, or so many times two."""
+        found, parts = decode.pieces(self.numpy["positions"][:bucket], piece_tokens)
+        room, field = bucket, self.numpy["pieces"]
+        while room < len(found):
+            room *= 2
+        room = min(room, len(field))
+        field[: len(found)] = found
+        field[len(found) : room, 0] = -1
+        self.numpy["parts"][:bucket] = parts
+        return room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    rows: int
+    width: int
+    max_pieces: int
+
+    def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {
+            "tokens": (torch.int64, (self.rows,)),
+            "positions": (torch.int64, (self.rows,)),
+            "sources": (torch.int64, (self.rows,)),
+            "uniform": (torch.float64, (self.rows,)),
+            "parts": (torch.int32, (self.rows, 2)),
+            **{f"adapters{rank_class}": (torch.int32, (self.rows, 4)) for rank_class in RANK_CLASSES},
+            "temperature": (torch.float32, (self.rows,)),
+            "table": (torch.int32, (self.rows, self.width)),
+            "pieces": (torch.int32, (self.max_pieces, 5)),
+        }
+
 
 class _Inputs:
     """One buffer and its fields; the same layout on host and device."""
 
-    def __init__(self, rows: int, width: int, device: torch.device, *, pinned: bool = False):
-        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "tokens": (torch.int64, (rows,)),
-            "positions": (torch.int64, (rows,)),
-            "sources": (torch.int64, (rows,)),
-            "uniform": (torch.float64, (rows,)),
-            "tiles": (torch.int32, (rows, 4)),
-            **{f"adapters{rank_class}": (torch.int32, (rows, 4)) for rank_class in RANK_CLASSES},
-            "temperature": (torch.float32, (rows,)),
-            "table": (torch.int32, (rows, width)),
-        }
-        sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, (dtype, shape) in layout.items()}
+    def __init__(self, layout: _Layout, device: torch.device, *, pinned: bool = False):
+        fields = layout.fields()
+        sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, (dtype, shape) in fields.items()}
         self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device, pin_memory=pinned)
         self.fields: dict[str, torch.Tensor] = {}
         at = 0
-        for name, (dtype, shape) in layout.items():
+        for name, (dtype, shape) in fields.items():
             self.fields[name] = self.buffer[at : at + sizes[name]].view(dtype).view(shape)
             at += sizes[name]
-        index = torch.arange(rows, dtype=torch.int32, device=device)
-        self.fields["tiles"][:, 0] = index
-        self.fields["tiles"][:, 1] = index
-        self.fields["tiles"][:, 2] = 1
+
+    def used_bytes(self, num_pieces: int) -> int:
+        """Of the buffer, with so many pieces."""
+        pieces = self.fields["pieces"]
+        return self.buffer.nbytes - (len(pieces) - num_pieces) * pieces.stride(0) * pieces.itemsize
 
     def dummies(self, page: int) -> None:
         """All rows dummies, without adapters."""
-        for name, x in self.fields.items():
-            if name != "tiles":
-                x.zero_()
-        self.fields["tiles"][:, 3] = 0
+        self.buffer.zero_()
         self.fields["table"].fill_(page)
+        pieces, num_rows = self.fields["pieces"], len(self.fields["tokens"])
+        pieces[:num_rows, 0] = torch.arange(num_rows, dtype=torch.int32, device=pieces.device)
+        pieces[:num_rows, 4] = -1
+        pieces[num_rows:, 0] = -1
 
 
 class _Calls:

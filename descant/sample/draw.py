@@ -13,8 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+
+from descant.sample.chance import uniforms
+from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
 
 HEAD_TOKENS = 1024
 BLOCK_TOKENS = 256
@@ -40,17 +44,46 @@ def normaliser(logits_NV: torch.Tensor) -> torch.Tensor:
     return logits_NV.logsumexp(dim=1, keepdim=True)
 
 
-def score(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Log-probabilities at temperature 1 of given tokens, float32 [N], and of the ``min(k, V)`` most likely ones
-    (ids int64 [N, K], log-probabilities float32 [N, K], falling), None without ``k``."""
-    normaliser_N1 = normaliser(logits_NV)
-    logprobs_N = (logits_NV.gather(1, targets_N[:, None]) - normaliser_N1).squeeze(1)
-    if k == 0:
-        return logprobs_N, None, None
-    top = logits_NV.topk(min(k, logits_NV.shape[1]), dim=1)
-    return logprobs_N, top.indices, top.values - normaliser_N1
+def likeliest(logits_NV: torch.Tensor, temperatures: Sequence[float], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``min(k, V)`` most likely tokens a row: ids int64 [N, K] and log-probabilities float32 [N, K], falling, of
+    the distribution that ``draw`` tells log-probabilities of."""
+    scaled_NV = _scaled(logits_NV, temperatures)
+    top = scaled_NV.topk(min(k, scaled_NV.shape[1]), dim=1)
+    return top.indices, top.values - normaliser(scaled_NV)
+
+
+def alternatives(
+    logits_NV: torch.Tensor, temperature: float, uniform_NK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Several independent draws a row without cuts, one for each of ``uniform_NK`` (float64): ids int64 [N, K] and
+    their log-probabilities at temperature 1, float32 [N, K]."""
+    if temperature == 0:
+        ids_NK = logits_NV.argmax(dim=1, keepdim=True).expand(uniform_NK.shape)
+    else:
+        scaled_NV = _scaled(logits_NV, [temperature] * len(logits_NV))
+        ids_NK = _inverse_cdf(scaled_NV - normaliser(scaled_NV), uniform_NK)
+    return ids_NK, logits_NV.gather(1, ids_NK) - normaliser(logits_NV)
+
+
+LikeliestRow = tuple[tuple[int, ...], tuple[float, ...]]
+"""Ids and log-probabilities, falling."""
+
+
+def likeliest_rows(logits_NV: torch.Tensor, asked: Sequence[tuple[float, int]]) -> list[LikeliestRow]:
+    """``likeliest`` on the host, of (temperature, k) a row."""
+    ids_NK, logprobs_NK = likeliest(logits_NV, [t for t, _ in asked], max(k for _, k in asked))
+    return [
+        (tuple(ids[:k]), tuple(logprobs[:k]))
+        for ids, logprobs, (_, k) in zip(ids_NK.tolist(), logprobs_NK.tolist(), asked, strict=True)
+    ]
+
+
+def _scaled(logits_NV: torch.Tensor, temperatures: Sequence[float]) -> torch.Tensor:
+    """At temperature 0 the logits as they are."""
+    divisors = [max(t, _MIN_TEMPERATURE) if t else 1.0 for t in temperatures]
+    if all(t == 1.0 for t in divisors):
+        return logits_NV
+    return logits_NV / torch.tensor(divisors, dtype=torch.float32, device=logits_NV.device)[:, None]
 
 
 def draw(
@@ -60,10 +93,7 @@ def draw(
     before the cuts (at temperature 0 of the distribution at 1). A row that is not finite has a log-probability that is
     not finite, and harms no other."""
     device = logits_NV.device
-    temperature = [max(row.temperature, _MIN_TEMPERATURE) if row.temperature else 1.0 for row in rows]
-    scaled_NV = logits_NV
-    if any(t != 1.0 for t in temperature):
-        scaled_NV = logits_NV / torch.tensor(temperature, dtype=torch.float32, device=device)[:, None]
+    scaled_NV = _scaled(logits_NV, [row.temperature for row in rows])
     normaliser_N1 = normaliser(scaled_NV)
     tokens_N = torch.empty(len(rows), dtype=torch.int64, device=device)
 
@@ -81,7 +111,7 @@ def draw(
         params = [rows[i] for i in chosen]
         _cut(logprobs_MV, params, head_tokens)
         uniform_M = torch.tensor([row.uniform for row in params], dtype=torch.float64, device=device)
-        tokens_N[index_M] = _inverse_cdf(logprobs_MV, uniform_M)
+        tokens_N[index_M] = _inverse_cdf(logprobs_MV, uniform_M[:, None])[:, 0]
 
     logprobs_N1 = scaled_NV.gather(1, tokens_N[:, None]) - normaliser_N1
     return tokens_N, logprobs_N1.squeeze(1)
@@ -143,8 +173,8 @@ def _bounds(values_CH: torch.Tensor, rows: Sequence[RowParams], vocab_size: int)
     ]
 
 
-def _inverse_cdf(logprobs_MV: torch.Tensor, uniform_M: torch.Tensor) -> torch.Tensor:
-    """The token at which the running sum of probabilities passes ``uniform`` of their total; int64 [M].
+def _inverse_cdf(logprobs_MV: torch.Tensor, uniform_MK: torch.Tensor) -> torch.Tensor:
+    """The tokens at which the running sum of probabilities passes ``uniform`` of their total; int64 [M, K].
 
     Sums are float64, over blocks first and then inside one block: a running sum over the whole vocabulary in float64
     costs twenty times as much. A token without probability is never drawn.
@@ -153,11 +183,42 @@ def _inverse_cdf(logprobs_MV: torch.Tensor, uniform_M: torch.Tensor) -> torch.Te
     padding = -vocab_size % BLOCK_TOKENS
     probs_MBT = F.pad(logprobs_MV, (0, padding), value=-torch.inf).exp_().view(num_rows, -1, BLOCK_TOKENS)
     blocks_MB = probs_MBT.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
-    target_M1 = uniform_M[:, None] * blocks_MB[:, -1:]
-    block_M1 = torch.searchsorted(blocks_MB, target_M1, right=True).clamp_max_(blocks_MB.shape[1] - 1)
-    before_M1 = F.pad(blocks_MB, (1, 0)).gather(1, block_M1)
-    inside_MT = probs_MBT[torch.arange(num_rows, device=block_M1.device), block_M1[:, 0]].double().cumsum(dim=1)
-    place_M1 = torch.searchsorted(inside_MT, target_M1 - before_M1, right=True)
+    target_MK = uniform_MK * blocks_MB[:, -1:]
+    block_MK = torch.searchsorted(blocks_MB, target_MK, right=True).clamp_max_(blocks_MB.shape[1] - 1)
+    before_MK = F.pad(blocks_MB, (1, 0)).gather(1, block_MK)
+    inside_MKT = probs_MBT[torch.arange(num_rows, device=block_MK.device)[:, None], block_MK].double().cumsum(dim=2)
+    place_MK = torch.searchsorted(inside_MKT, (target_MK - before_MK)[..., None], right=True)[..., 0]
     # The two ways to sum a block may differ in the last bit: then its last token with probability is meant.
-    last_M1 = (inside_MT >= inside_MT[:, -1:]).to(torch.uint8).argmax(dim=1, keepdim=True)
-    return (block_M1 * BLOCK_TOKENS + torch.minimum(place_M1, last_M1)).squeeze(1).clamp_max_(vocab_size - 1)
+    last_MK = (inside_MKT >= inside_MKT[..., -1:]).to(torch.uint8).argmax(dim=2)
+    return (block_MK * BLOCK_TOKENS + torch.minimum(place_MK, last_MK)).clamp_max_(vocab_size - 1)
+
+
+def score_rows(chunk: PromptChunk, first: int, last: int, logits_SV: torch.Tensor) -> PromptRows:
+    """What is asked about rows ``first:last`` of the chunk."""
+    device = logits_SV.device
+    normaliser_S1 = normaliser(logits_SV)
+    targets_S1 = torch.from_numpy(chunk.targets[first:last]).to(device)[:, None]
+    logprobs_S = (logits_SV.gather(1, targets_S1) - normaliser_S1)[:, 0].cpu().numpy()
+    topk_ids = topk_logprobs = cells = drawn_ids = drawn_logprobs = None
+    if chunk.topk:
+        ids_SK, logprobs_SK = likeliest(logits_SV, [1.0] * (last - first), chunk.topk)
+        topk_ids, topk_logprobs = ids_SK.int().cpu().numpy(), logprobs_SK.cpu().numpy()
+    if chunk.row_starts is not None and chunk.token_ids is not None:
+        starts = chunk.row_starts[first : last + 1]
+        rows_C = torch.from_numpy(np.repeat(np.arange(last - first), np.diff(starts))).to(device)
+        ids_C = torch.from_numpy(chunk.token_ids[starts[0] : starts[-1]].clip(min=0)).to(device)
+        cells = (logits_SV[rows_C, ids_C] - normaliser_S1[rows_C, 0]).cpu().numpy()
+    if chunk.num_drawn:
+        rows_S1 = np.arange(chunk.first_row + first, chunk.first_row + last, dtype=np.uint64)[:, None]
+        draws_SK = rows_S1 * np.uint64(MAX_ALTERNATIVES) + np.arange(chunk.num_drawn, dtype=np.uint64)
+        uniform_SK = torch.from_numpy(uniforms(np.full(draws_SK.shape, chunk.seed, np.uint64), draws_SK)).to(device)
+        ids_SK, logprobs_SK = alternatives(logits_SV, chunk.temperature, uniform_SK)
+        drawn_ids, drawn_logprobs = ids_SK.cpu().numpy(), logprobs_SK.cpu().numpy()
+    return PromptRows(
+        logprobs=logprobs_S,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+        cells=cells,
+        drawn_ids=drawn_ids,
+        drawn_logprobs=drawn_logprobs,
+    )

@@ -1,15 +1,22 @@
 """Which sequence gets which tokens next. Pure Python over plain numbers: every rank of a replica decides alike.
 
-Owns requests, sequences and the page allocator; knows no tensor. A request's samples share the full pages of their
-prompt (computed once). ``plan`` makes a ``StepPlan`` for the sampler to run; ``apply`` takes what it sampled.
+Owns requests, sequences and the page allocator; knows no tensor. ``plan`` makes a ``StepPlan`` for the sampler to run;
+``apply`` takes what it sampled.
 
     waiting → running (prefill in chunks, then one token a step) → ended          preempted → waiting (recompute)
+
+**Prefixes are computed once.** A full page stays under a key (``pages``) when its sequence ends or is preempted, and
+is taken up by whoever begins with the same tokens and the same version: the samples of a prompt, the next turn of a
+conversation, the same sequence after a preemption. A sequence whose next page is being computed by another waits.
+
+**Versions.** A request stays with its version to the end, or, ``inflight``, moves to newer ones between two steps with
+its keys and values kept (``move``). What such a sequence computes then depends on both versions, and is not kept.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +24,11 @@ import numpy as np
 from descant.errors import DescantError, Overloaded, ServerError, UserError
 from descant.sample.chance import stream_seed
 from descant.sample.check import check_request
-from descant.sample.pages import PAGE_TOKENS, PageAllocator, pages_for
+from descant.sample.drafter import DraftContext, Drafter
+from descant.sample.pages import PAGE_TOKENS, PageAllocator, page_key, pages_for, root_key
+from descant.sample.scores import PromptChunk, PromptRows, PromptScorer, empty_topk, fill_topk
 from descant.sample.stops import StopText
-from descant.types import PromptScores, SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
-
-EMPTY_TOPK = (0, -99999.0)
-"""The protocol's empty cell of a top-k table: token id and log-probability."""
+from descant.types import SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +45,13 @@ class SampleLimits:
     eos_token_ids: tuple[int, ...]
     max_num_samples: int = 1024
     max_topk: int = 20
-    """Alternatives a prompt position, at most."""
+    """Alternatives a position, at most."""
+    draft_tokens: int = 4
+    """Tokens guessed ahead for a sequence, at most, where there is a drafter."""
+    chunk_tokens: int | None = None
+    """Prompts are prefilled up to multiples of this, and drawn tokens are always computed one by one, also after a
+    preemption: what is computed together does not depend on what else runs. At most ``step_tokens``. None: as it
+    comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +60,8 @@ class SequenceStep:
 
     ``tokens``: its next input tokens (a prompt's chunk, or the token sampled last), whose first has position
     ``context``; ``pages``: its page ids, at least enough for ``context + len(tokens)``. ``sample``: draw the next token
-    from the last position's logits.
+    from the last position's logits. ``draft``: guesses of what is drawn then; as many as come true are drawn in this
+    step, and one token more. Only behind a single token, and with pages for them.
     """
 
     sequence: int
@@ -63,10 +76,13 @@ class SequenceStep:
     seed: int
     draw: int
     """How many tokens this sequence has drawn before: with ``seed`` it fixes this draw, whatever the batch."""
-    score_targets: tuple[int, ...] | None = None
-    """The prompt's token after each of ``tokens`` that has one: their log-probabilities at temperature 1 are wanted."""
     topk: int = 0
-    """How many alternatives a scored position wants."""
+    """How many of the likeliest tokens are wanted beside a drawn one."""
+    prompt: PromptChunk | None = None
+    """What is asked of the prompt's tokens among ``tokens``."""
+    draft: tuple[int, ...] = ()
+    drawn: bool = False
+    """``tokens`` were drawn by the sequence, none is its prompt's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,28 +91,34 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.tokens) for s in self.sequences)
+        return sum(len(s.tokens) + len(s.draft) for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceOutput:
-    """``token`` None when nothing was drawn. ``scores`` float list per scored token; ``topk`` its (ids, logprobs).
+    """``tokens`` drawn, with their ``logprobs`` and, where asked for, the likeliest tokens at each, (ids, logprobs)
+    falling. ``prompt`` answers the step's.
 
     ``error``: what went wrong with this sequence alone (logits that are not finite); its request fails, no other.
     """
 
     sequence: int
-    token: int | None
-    logprob: float
-    scores: tuple[float, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
     topk: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
+    prompt: PromptRows | None = None
     error: str | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
     """One sample of a request. ``computed``: tokens whose keys lie in its pages; ``page_tuple``: the pages it had in
-    its last step (pages only ever come behind them while it runs)."""
+    its last step (pages only ever come behind them while it runs).
+
+    ``keys``: of its full pages, as far as they were asked for. ``kept``: its full pages that were told to the
+    allocator. ``claims``: keys of pages that it is about to compute and others wait for. ``pure``: all it has computed
+    is of one version.
+    """
 
     id: int
     request: _Request
@@ -105,11 +127,16 @@ class _Sequence:
     stop_text: StopText | None
     drawn: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     told: int = 0
     pages: list[int] = field(default_factory=list)
     page_tuple: tuple[int, ...] = ()
     computed: int = 0
     running: bool = False
+    keys: list[bytes] = field(default_factory=list)
+    kept: int = 0
+    claims: list[bytes] = field(default_factory=list)
+    pure: bool = True
 
     @property
     def age(self) -> tuple[int, int]:
@@ -129,51 +156,52 @@ class _Sequence:
         drawn = self.drawn[max(0, start - num_prompt) : max(0, end - num_prompt)]
         return (*self.request.prompt[start:end], *drawn)
 
+    def page_keys(self, count: int) -> list[bytes]:
+        """The keys of its first ``count`` pages, which its tokens fill."""
+        if len(self.keys) < count:
+            shared = self.request.prompt_keys()
+            self.keys += shared[len(self.keys) : count]
+        while len(self.keys) < count:
+            start = len(self.keys) * PAGE_TOKENS
+            before = self.keys[-1] if self.keys else root_key(self.request.version)
+            self.keys.append(page_key(before, self.tokens(start, start + PAGE_TOKENS)))
+        return self.keys[:count]
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Request:
-    """``shared``: the prompt's pages that all samples share once the ``leader`` has computed them into ``prefix``
-    (which the request itself holds too, so that they outlive a moment without a running sample). The last token's page
-    is never among them: every sample computes at least that token, to draw from.
+    """``version``: which it is with now; ``inflight`` ones change it.
 
-    ``scorer`` is the sequence that computes the whole prompt for its scores, whatever pages are there already.
+    ``scorer`` is the sequence that computes the prompt for ``scores``, whatever pages of that part are there already.
     """
 
     number: int
     request: SampleRequest
+    version: Version | None
     prompt: tuple[int, ...]
     max_tokens: int
     stop_ids: frozenset[int]
-    shared: int
     waiting: list[_Sequence] = field(default_factory=list)
     open: int = 0
     started: bool = False
-    leader: _Sequence | None = None
-    prefix: list[int] = field(default_factory=list)
     scorer: _Sequence | None = None
-    scores: list[float] = field(default_factory=list)
-    topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    scores: PromptScorer | None = None
     scores_told: bool = False
+    keys: list[bytes] = field(default_factory=list)
+
+    def prompt_keys(self) -> list[bytes]:
+        """The keys of the prompt's full pages, with the version of now."""
+        if not self.keys:
+            before = root_key(self.version)
+            for start in range(0, len(self.prompt) - PAGE_TOKENS + 1, PAGE_TOKENS):
+                before = page_key(before, self.prompt[start : start + PAGE_TOKENS])
+                self.keys.append(before)
+        return self.keys
 
     @property
-    def wants_scores(self) -> bool:
-        return self.request.prompt_logprobs or self.request.topk_prompt_logprobs > 0
-
-    @property
-    def scored(self) -> bool:
-        return len(self.scores) == len(self.prompt) - 1
-
-    def prompt_scores(self) -> PromptScores:
-        k = self.request.topk_prompt_logprobs
-        topk = None
-        if k:
-            ids = np.full((len(self.prompt), k), EMPTY_TOPK[0], np.int32)
-            logprobs = np.full((len(self.prompt), k), EMPTY_TOPK[1], np.float32)
-            for row, (row_ids, row_logprobs) in enumerate(self.topk, start=1):
-                ids[row, : len(row_ids)] = row_ids
-                logprobs[row, : len(row_logprobs)] = row_logprobs
-            topk = TopK(token_ids=ids, logprobs=logprobs)
-        return PromptScores(logprobs=np.array([np.nan, *self.scores], np.float32), topk=topk)
+    def unscored(self) -> PromptScorer | None:
+        """What is still to be computed of the prompt's scores."""
+        return None if self.scores is None or self.scores.done else self.scores
 
 
 class Scheduler:
@@ -185,13 +213,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SampleLimits, *, decode_text: Callable[[Sequence[int]], str], fresh_seed: Callable[[], int]
+        self,
+        limits: SampleLimits,
+        *,
+        decode_text: Callable[[Sequence[int]], str],
+        fresh_seed: Callable[[], int],
+        keeps_prefixes: bool = True,
+        drafter: Drafter | None = None,
     ):
         """``decode_text`` (the tokenizer's, special tokens spelled out) serves stop strings; ``fresh_seed`` requests
-        without a seed."""
+        without a seed. ``keeps_prefixes`` False: every sequence computes all its tokens, as a reference."""
         self._limits = limits
         self._decode_text = decode_text
         self._fresh_seed = fresh_seed
+        self._keeps_prefixes = keeps_prefixes
+        self._drafter = drafter
+        self._computing: dict[bytes, _Sequence] = {}
+        self._released: set[Version] = set()  # while requests still run with them
         self._pages = PageAllocator(limits.num_pages)
         self._requests: dict[str, _Request] = {}  # in order of arrival
         self._sequences: dict[int, _Sequence] = {}
@@ -202,6 +240,11 @@ class Scheduler:
         self._next_sequence = 0
         self._preemptions = 0
         self._prefilled_tokens = 0
+        self._hit_tokens = 0
+        self._drafted_steps = 0
+        self._drafted_tokens = 0
+        self._accepted_tokens = 0
+        self._crossings = 0
 
     # ------------------------------------------------------------------------------------------------ requests
     def add(self, request: SampleRequest) -> None:
@@ -229,14 +272,16 @@ class Scheduler:
         entry = _Request(
             number=self._next_request,
             request=request,
+            version=request.version,
             prompt=prompt,
             max_tokens=max_tokens,
             stop_ids=frozenset(item for item in stop if not isinstance(item, str)),
-            shared=(len(prompt) - 1) // PAGE_TOKENS if request.num_samples > 1 else 0,
             open=request.num_samples,
         )
         self._next_request += 1
         seed = self._fresh_seed() if params.seed is None else params.seed
+        if PromptScorer.asked_for(request):
+            entry.scores = PromptScorer(request, prompt, seed)
         for sample in range(request.num_samples):
             sequence = _Sequence(
                 id=self._next_sequence,
@@ -249,6 +294,8 @@ class Scheduler:
             self._sequences[sequence.id] = sequence
             entry.waiting.append(sequence)
         self._requests[request.request_id] = entry
+        if request.version is not None:
+            self._released.discard(request.version)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request and frees what it held, at once. Unknown ids are ignored."""
@@ -256,24 +303,71 @@ class Scheduler:
         if request is not None:
             self._end_request(request)
 
+    def release(self, version: Version) -> None:
+        """Requests that have this version finish with it; prefixes computed with it are not kept beyond them."""
+        self._pages.forget(version)
+        if version in self.versions():
+            self._released.add(version)
+
+    def followers(self, version: Version) -> list[str]:
+        """The ``inflight`` requests that are with an older version of its model."""
+        return [
+            request_id
+            for request_id, entry in self._requests.items()
+            if entry.request.inflight
+            and entry.version is not None
+            and entry.version.model_id == version.model_id
+            and entry.version.number < version.number
+        ]
+
+    def move(self, request_id: str, version: Version) -> list[SampleDelta]:
+        """Between two steps: from the next on this request is computed with ``version``. What running sequences have
+        computed stays; the tokens drawn until now are told, so that a delta is of one version."""
+        if self._in_flight is not None:
+            raise RuntimeError("move() was called between a plan and its apply() or fail()")
+        request = self._requests[request_id]
+        running = [s for s in self._running if s.request is request]
+        members = sorted([*running, *request.waiting], key=lambda s: s.sample)
+        deltas = [self._delta(s, None) for s in members if len(s.drawn) > s.told]
+        for sequence in running:
+            self._let_go_of_claims(sequence)
+            if sequence.computed:
+                sequence.pure = False
+                self._crossings += 1
+        for sequence in members:
+            sequence.keys = []
+        before, request.version, request.keys = request.version, version, []
+        self._released.discard(version)
+        self._forget_if_released(before)
+        return deltas
+
     def has_work(self) -> bool:
         return bool(self._requests)
 
     def versions(self) -> set[Version]:
         """Versions that waiting or running requests use."""
-        return {r.request.version for r in self._requests.values() if r.request.version is not None}
+        return {request.version for request in self._requests.values() if request.version is not None}
 
     def stats(self) -> dict[str, int]:
         """``waiting`` (sequences, preempted ones included), ``waiting_requests`` (that have not begun), ``running``,
-        ``free_pages``, ``used_pages``; since the start ``preemptions`` and ``prefilled_tokens``."""
+        ``free_pages`` (those with kept prefixes included), ``used_pages``, ``kept_pages``; since the start
+        ``preemptions``, ``prefilled_tokens``, ``hit_tokens`` (not computed, since their pages were there),
+        ``crossings`` (of running sequences to a newer version), ``drafted_steps`` (of one sequence each),
+        ``drafted_tokens`` and ``accepted_tokens``."""
         return {
             "waiting": len(self._sequences) - len(self._running),
             "waiting_requests": self._num_waiting_requests(),
             "running": len(self._running),
             "free_pages": self._pages.num_free,
             "used_pages": self._limits.num_pages - self._pages.num_free,
+            "kept_pages": self._pages.num_kept,
             "preemptions": self._preemptions,
             "prefilled_tokens": self._prefilled_tokens,
+            "hit_tokens": self._hit_tokens,
+            "crossings": self._crossings,
+            "drafted_steps": self._drafted_steps,
+            "drafted_tokens": self._drafted_tokens,
+            "accepted_tokens": self._accepted_tokens,
         }
 
     def _num_waiting_requests(self) -> int:
@@ -299,25 +393,59 @@ class Scheduler:
             ):  # one token of room beforehand, while pages abound, lets the sampler compute ahead
                 sequence.pages += self._pages.take(1)
 
-        steps = [self._step(sequence, 1) for sequence in self._running if sequence.remaining == 1]
+        decoding = [s for s in self._running if s.remaining == 1 or self._replays(s)]
+        steps = [self._step(s, 1, draft) for s, draft in zip(decoding, self._drafts(decoding), strict=True)]
         budget = self._limits.step_tokens
         for sequence in self._running:
-            if sequence.remaining > 1 and budget:
-                steps.append(self._step(sequence, min(sequence.remaining, budget)))
-                budget -= len(steps[-1].tokens)
+            if sequence.remaining > 1 and not self._replays(sequence) and (count := self._count(sequence, budget)):
+                steps.append(self._step(sequence, count))
+                budget -= count
         if self._preemptions == preemptions:
-            while budget and (admitted := self._admit()) is not None:
-                steps.append(self._step(admitted, min(admitted.remaining, budget)))
-                budget -= len(steps[-1].tokens)
+            admissions = self._admissions()
+            while budget and (admitted := next(admissions, None)) is not None:
+                if (count := self._count(admitted, budget)) == 0:
+                    break  # it has its pages, and goes on in the next step
+                steps.append(self._step(admitted, count))
+                budget -= count
         if not steps:
             return None
         self._in_flight = StepPlan(sequences=tuple(steps))
         return self._in_flight
 
-    def _step(self, sequence: _Sequence, count: int) -> SequenceStep:
+    def _replays(self, sequence: _Sequence) -> bool:
+        """It computes drawn tokens again, one by one."""
+        return self._limits.chunk_tokens is not None and sequence.computed >= len(sequence.request.prompt)
+
+    def _count(self, sequence: _Sequence, budget: int) -> int:
+        """Tokens of its next step, at most ``budget``."""
+        if (chunk := self._limits.chunk_tokens) is None:
+            return min(sequence.remaining, budget)
+        end = min((sequence.computed // chunk + 1) * chunk, len(sequence.request.prompt))
+        count = max(end - sequence.computed, 1)
+        return count if count <= budget else 0
+
+    def _drafts(self, sequences: Sequence[_Sequence]) -> list[tuple[int, ...]]:
+        if self._drafter is None:
+            return [()] * len(sequences)
+        contexts: dict[int, DraftContext] = {}
+        for sequence in sequences:
+            request = sequence.request
+            limit = min(
+                self._limits.draft_tokens,
+                request.max_tokens - len(sequence.drawn) - 1,  # one more is drawn in any case
+                len(sequence.pages) * PAGE_TOKENS - sequence.length,
+            )
+            if limit > 0 and sequence.remaining == 1 and (request.scorer is not sequence or request.unscored is None):
+                contexts[sequence.id] = DraftContext(
+                    sequence=sequence.id, prompt=request.prompt, drawn=sequence.drawn, limit=limit
+                )
+        proposed = dict(zip(contexts, self._drafter.propose(list(contexts.values())), strict=True))
+        return [proposed.get(sequence.id, ()) for sequence in sequences]
+
+    def _step(self, sequence: _Sequence, count: int, draft: tuple[int, ...] = ()) -> SequenceStep:
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
         params, drawn, length = request.request.sampling_params, sequence.drawn, sequence.length
-        scoring = request.scorer is sequence and not request.scored
+        scores = request.unscored if request.scorer is sequence else None
         if count > 1 or not drawn:
             self._prefilled_tokens += count
         # Nearly all steps are a single drawn token's, and nearly always its pages are those of the step before.
@@ -326,7 +454,7 @@ class Scheduler:
             sequence.page_tuple = tuple(sequence.pages)
         return SequenceStep(
             sequence=sequence.id,
-            version=request.request.version,
+            version=request.version,
             tokens=tokens,
             context=start,
             pages=sequence.page_tuple,
@@ -336,21 +464,20 @@ class Scheduler:
             top_p=params.top_p,
             seed=sequence.seed,
             draw=len(drawn),
-            score_targets=request.prompt[start + 1 : end + 1] if scoring else None,
-            topk=request.request.topk_prompt_logprobs if scoring else 0,
+            topk=request.request.topk_sample_logprobs,
+            prompt=None if scores is None else scores.chunk(start, end),
+            draft=draft,
+            drawn=start >= len(request.prompt),
         )
 
     def _grow(self, sequence: _Sequence) -> None:
         """Pages for all its tokens, if need be from the youngest (which may be itself)."""
         missing = pages_for(sequence.length) - len(sequence.pages)
-        if missing > self._pages.num_free:
-            self._reclaim(keep=None)
         while missing > self._pages.num_free:
             youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is sequence:
                 return
-            self._reclaim(keep=None)
         sequence.pages += self._pages.take(missing)
 
     def _preempt(self, sequence: _Sequence) -> None:
@@ -358,40 +485,46 @@ class Scheduler:
         self._stop_running(sequence)
         insort(sequence.request.waiting, sequence, key=lambda s: s.sample)
 
-    def _admit(self) -> _Sequence | None:
-        """The oldest waiting sequence that can begin, made running with pages for all its tokens. When the oldest has
-        to wait for pages, so do all behind it; samples that wait for their prompt's leader are passed over."""
-        if len(self._running) >= self._limits.max_running:
-            return None
-        for request in self._requests.values():
-            if not request.waiting or request.leader is not None:
-                continue
-            scores = request.wants_scores and not request.scored and request.scorer is None
-            prefix = [] if scores else request.prefix
-            missing = pages_for(len(request.prompt) + len(request.waiting[0].drawn)) - len(prefix)
-            if missing > self._pages.num_free:
-                self._reclaim(keep=request if prefix else None)
-            if missing > self._pages.num_free:
-                return None
-            sequence = request.waiting.pop(0)
-            self._pages.share(prefix)
-            sequence.pages = [*prefix, *self._pages.take(missing)]
-            sequence.computed = len(prefix) * PAGE_TOKENS
-            sequence.running = request.started = True
-            if scores:
-                request.scorer = sequence
-            if request.shared and not request.prefix:
-                request.leader = sequence
-            insort(self._running, sequence, key=lambda s: s.age)
-            return sequence
-        return None
+    def _admissions(self) -> Iterator[_Sequence]:
+        """The waiting sequences that can begin, oldest first, each made running with pages for all its tokens. When
+        one has to wait for pages, so do all behind it; those that wait for a prefix that is being computed are passed
+        over."""
+        for request in list(self._requests.values()):
+            while request.waiting:
+                if len(self._running) >= self._limits.max_running:
+                    return
+                sequence = request.waiting[0]
+                scores = request.unscored if request.scorer is None else None
+                # The last token is always computed: its logits are what is drawn from.
+                keys = sequence.page_keys((sequence.length - 1) // PAGE_TOKENS) if self._keeps_prefixes else []
+                # What scores are asked of is computed too, and so are all tokens behind it.
+                usable = keys if scores is None else keys[: (scores.first_position - 1) // PAGE_TOKENS]
+                if self._limits.chunk_tokens is not None:  # what it has drawn itself, others computed otherwise
+                    usable = usable[: len(request.prompt) // PAGE_TOKENS]
+                prefix = self._pages.find(usable)
+                if len(prefix) < len(usable) and usable[len(prefix)] in self._computing:
+                    break
+                missing = pages_for(sequence.length) - len(prefix)
+                if missing + sum(self._pages.holders(page) == 0 for page in prefix) > self._pages.num_free:
+                    return
+                del request.waiting[0]
+                self._pages.share(prefix)
+                sequence.pages = [*prefix, *self._pages.take(missing)]
+                sequence.kept = len(prefix)
+                sequence.computed = len(prefix) * PAGE_TOKENS
+                self._hit_tokens += sequence.computed
+                sequence.running = request.started = True
+                if scores is not None:
+                    request.scorer = sequence
+                sequence.claims = [key for key in keys[len(prefix) :] if key not in self._computing]
+                self._computing |= dict.fromkeys(sequence.claims, sequence)
+                insort(self._running, sequence, key=lambda s: s.age)
+                yield sequence
 
-    def _reclaim(self, *, keep: _Request | None) -> None:
-        """Frees shared prompts that no sequence uses now; the next sample of such a request computes it again."""
-        for request in self._requests.values():
-            if request is not keep and request.prefix and self._pages.holders(request.prefix[0]) == 1:
-                self._pages.drop(request.prefix)
-                request.prefix = []
+    def _let_go_of_claims(self, sequence: _Sequence) -> None:
+        for key in sequence.claims:
+            del self._computing[key]
+        sequence.claims = []
 
     # ------------------------------------------------------------------------------------------------ apply
     def apply(self, plan: StepPlan, outputs: Sequence[SequenceOutput]) -> list[SampleDelta]:
@@ -408,48 +541,79 @@ class Scheduler:
                 self._fail_request(sequence, output.error)
                 continue
             sequence.computed += len(step.tokens)
-            if step.score_targets is not None:
-                request.scores += output.scores
-                request.topk += output.topk
-            if request.leader is sequence and sequence.computed >= request.shared * PAGE_TOKENS:
-                request.leader = None
-                request.prefix = sequence.pages[: request.shared]
-                self._pages.share(request.prefix)
-            if output.token is not None:
-                deltas += self._append(sequence, output.token, output.logprob)
+            if output.prompt is not None and request.scores is not None:
+                request.scores.take(output.prompt)
+            stop_reason = self._append(sequence, output)
+            if step.draft:
+                self._take_guesses(sequence, step, output)
+            if sequence.computed // PAGE_TOKENS > sequence.kept:
+                self._keep_pages(sequence)
+            if stop_reason is not None or (output.tokens and request.request.stream):
+                deltas.append(self._delta(sequence, stop_reason))
+            if stop_reason is not None:
+                self._end(sequence)
+                request.open -= 1
+                if request.open == 0:
+                    self._end_request(request)
         return deltas
 
-    def _append(self, sequence: _Sequence, token: int, logprob: float) -> list[SampleDelta]:
+    def _take_guesses(self, sequence: _Sequence, step: SequenceStep, output: SequenceOutput) -> None:
+        """Those that came true are computed already."""
+        accepted = len(output.tokens) - 1
+        sequence.computed = min(sequence.computed + accepted, sequence.length)  # a stop may have come before
+        self._drafted_steps += 1
+        self._drafted_tokens += len(step.draft)
+        self._accepted_tokens += accepted
+        if self._drafter is not None:
+            self._drafter.accepted(sequence.id, len(step.draft), accepted)
+
+    def _keep_pages(self, sequence: _Sequence) -> None:
+        """Tells the allocator of the pages that have become full."""
+        full = sequence.computed // PAGE_TOKENS
+        if self._limits.chunk_tokens is not None:
+            full = min(full, len(sequence.request.prompt) // PAGE_TOKENS)
+        if self._keeps_prefixes and sequence.pure:
+            keys = sequence.page_keys(full)
+            for index in range(sequence.kept, full):
+                self._pages.keep(sequence.pages[index], sequence.request.version, keys[index])
+            done = set(keys[sequence.kept : full])
+            for key in done.intersection(sequence.claims):
+                del self._computing[key]
+            sequence.claims = [key for key in sequence.claims if key not in done]
+        sequence.kept = full
+
+    def _append(self, sequence: _Sequence, output: SequenceOutput) -> StopReason | None:
+        """What was drawn, up to the first token that ends the sequence."""
         request = sequence.request
-        sequence.drawn.append(token)
-        sequence.logprobs.append(logprob)
-        stop_reason: StopReason | None = None
-        if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
-            stop_reason = "stop"
-        elif len(sequence.drawn) >= request.max_tokens:
-            stop_reason = "length"
-        if stop_reason is None and not request.request.stream:
-            return []
+        for index, token in enumerate(output.tokens):
+            sequence.drawn.append(token)
+            sequence.logprobs.append(output.logprobs[index])
+            sequence.topk += output.topk[index : index + 1]
+            if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
+                return "stop"
+            if len(sequence.drawn) >= request.max_tokens:
+                return "length"
+        return None
+
+    def _delta(self, sequence: _Sequence, stop_reason: StopReason | None) -> SampleDelta:
+        """What it has drawn and nobody has been told."""
+        request = sequence.request
         scores = None
-        if request.wants_scores and request.scored and not request.scores_told:
+        if request.scores is not None and request.scores.done and not request.scores_told:
             request.scores_told = True
-            scores = request.prompt_scores()
+            scores = request.scores.result()
         delta = SampleDelta(
             request_id=request.request.request_id,
             sample=sequence.sample,
             tokens=np.array(sequence.drawn[sequence.told :], np.int32),
             logprobs=np.array(sequence.logprobs[sequence.told :], np.float32),
             stop_reason=stop_reason,
-            version=request.request.version,
+            version=request.version,
             prompt=scores,
+            topk_logprobs=_topk(sequence.topk[sequence.told :], request.request.topk_sample_logprobs),
         )
         sequence.told = len(sequence.drawn)
-        if stop_reason is not None:
-            self._end(sequence)
-            request.open -= 1
-            if request.open == 0:
-                self._end_request(request)
-        return [delta]
+        return delta
 
     def fail(self, plan: StepPlan) -> list[str]:
         """A step raised: ends its requests, frees what they held; the request ids."""
@@ -469,11 +633,11 @@ class Scheduler:
         return failures
 
     def _fail_request(self, sequence: _Sequence, error: str) -> None:
-        request = sequence.request.request
+        version = sequence.request.version
         where = f"sample {sequence.sample} failed at token {len(sequence.drawn)}: {error}"
         # A base model that overflows is ours; an adapter that does is its owner's.
-        failure = ServerError(where) if request.version is None else UserError(where)
-        self._failures.append((request.request_id, failure))
+        failure = ServerError(where) if version is None else UserError(where)
+        self._failures.append((sequence.request.request.request_id, failure))
         self._end_request(sequence.request)
 
     # ------------------------------------------------------------------------------------------------ ends
@@ -482,22 +646,38 @@ class Scheduler:
         request = sequence.request
         self._running.remove(sequence)
         self._pages.drop(sequence.pages)
-        sequence.pages, sequence.page_tuple, sequence.computed, sequence.running = [], (), 0, False
-        if request.leader is sequence:
-            request.leader = None
-        if request.scorer is sequence and not request.scored:
-            request.scorer, request.scores, request.topk = None, [], []
+        sequence.pages, sequence.page_tuple, sequence.computed, sequence.kept = [], (), 0, 0
+        sequence.running, sequence.pure = False, True
+        self._let_go_of_claims(sequence)
+        if request.scorer is sequence and (scores := request.unscored) is not None:
+            request.scorer = None
+            scores.reset()
 
     def _end(self, sequence: _Sequence) -> None:
         if sequence.running:
             self._stop_running(sequence)
         del self._sequences[sequence.id]
+        if self._drafter is not None:
+            self._drafter.ended(sequence.id)
 
     def _end_request(self, request: _Request) -> None:
         members = [s for s in self._running if s.request is request] + request.waiting
         for sequence in members:
             self._end(sequence)
         request.waiting = []
-        self._pages.drop(request.prefix)
-        request.prefix = []
         del self._requests[request.request.request_id]
+        self._forget_if_released(request.version)
+
+    def _forget_if_released(self, version: Version | None) -> None:
+        if version in self._released and version not in self.versions():
+            self._released.discard(version)
+            self._pages.forget(version)
+
+
+def _topk(rows: Sequence[tuple[tuple[int, ...], tuple[float, ...]]], k: int) -> TopK | None:
+    if k == 0:
+        return None
+    topk = empty_topk(len(rows), k)
+    for index, (ids, logprobs) in enumerate(rows):
+        fill_topk(topk, index, np.array([ids], np.int32), np.array([logprobs], np.float32))
+    return topk

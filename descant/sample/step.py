@@ -7,24 +7,32 @@ Legend: T tokens of the pass, B sequences, N sequences that draw, S scored token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from descant.errors import ServerError
 from descant.model.base import BaseModel
+from descant.model.flat import MAX_ROWS, FlatDecoder
 from descant.model.lora import LoraPass
-from descant.model.passes import KVPass, Pass, RowRef, Segment
+from descant.model.passes import MIN_ROWS, KVPass, Pass, RowRef, Segment
 from descant.sample.chance import uniform
-from descant.sample.decode import DecodeGraphs, Flight, table_width
-from descant.sample.draw import RowParams, draw, score
+from descant.sample.decode import BUCKETS, DecodeGraphs, Flight, table_width
+from descant.sample.draw import LikeliestRow, RowParams, draw, likeliest_rows, score_rows
+from descant.sample.pages import pages_for
 from descant.sample.scheduler import SequenceOutput, SequenceStep, StepPlan
+from descant.sample.scores import PromptChunk, PromptRows
 from descant.types import Version
 
 SCORE_ROWS = 256
 """Rows of [V] float32 logits held at once while a prompt is scored."""
+
+CHUNK_TOKENS = 256
+"""Rows of a prefill on CUDA when it must be the same every time."""
 
 NOT_FINITE = "the logits are not finite: the weights overflow the model's number format"
 
@@ -41,24 +49,55 @@ class Sampler:
     Gradients are off, but never by ``inference_mode``: a row made under it could not be trained any more.
     """
 
-    def __init__(self, model: BaseModel, *, num_pages: int, compile_decode: bool = True):
-        """Allocates the KV pool. ``compile_decode``: see ``DecodeGraphs``."""
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        num_pages: int,
+        max_rows: int = BUCKETS[-1],
+        compile_decode: bool = True,
+        deterministic: bool = False,
+    ):
+        """Allocates the KV pool. ``max_rows``: sequences that decode at once, usually. ``compile_decode``: see
+        ``DecodeGraphs``.
+
+        ``deterministic``: a sequence's bits do not depend on what else is in its steps. Products then have a number of
+        rows that picks the same kernel every time, filled up with rows of nobody's: multiples of ``MIN_ROWS`` for each
+        adapter in float32 on CPU (bf16 needs nothing); on CUDA prompts run alone in chunks of ``CHUNK_TOKENS``, and
+        decode steps have all their rows. The scheduler's ``chunk_tokens`` must be ``chunk_tokens`` of here."""
         self._model = model
+        self._deterministic = deterministic
+        on_cuda = model.device.type == "cuda"
+        self.chunk_tokens = CHUNK_TOKENS if deterministic and on_cuda else None
+        self._multiple = 1
+        if deterministic and (on_cuda or model.dtype == torch.float32):
+            self._multiple = CHUNK_TOKENS if on_cuda else MIN_ROWS
+        num_filler_pages = pages_for(self._multiple) if self._multiple > 1 else 0
+        self._filler_pages = tuple(range(num_pages, num_pages + num_filler_pages))
         self._pins: dict[Version, _Pin] = {}
         self._decode: DecodeGraphs | None = None
+        self._flat: FlatDecoder | None = None
         self._ahead: Flight | None = None
         if model.device.type == "cuda" and model.packable and not model.sharded:
-            self._pool = model.make_kv_pool(num_pages + 1)
+            self._pool = model.make_kv_pool(num_pages + max(1, num_filler_pages))
             self._decode = DecodeGraphs(
                 model,
                 self._pool,
                 dummy_page=num_pages,
                 table_width=table_width(model, num_pages),
+                max_rows=max_rows,
                 compiled=compile_decode,
             )
         else:
-            self._pool = model.make_kv_pool(num_pages)
+            self._pool = model.make_kv_pool(num_pages + num_filler_pages)
             model.pack_weights()
+            if model.packable:
+                self._flat = FlatDecoder.of(model, self._pool)
+
+    def warm_up(self) -> None:
+        """What the first requests would wait for otherwise: compiling and capturing, on CUDA."""
+        if self._decode is not None:
+            self._decode.warm_up()
 
     def acquire(self, version: Version | None) -> None:
         """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
@@ -84,9 +123,12 @@ class Sampler:
     @torch.no_grad()
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
-        packable), computes wanted logits only, samples, and returns in the plan's order."""
+        packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
+        and returns in the plan's order. Guessed tokens are computed as if they had been drawn."""
         if self._decode is not None:
             outputs = self._run_graphs(self._decode, plan.sequences)
+        elif self._flat is not None:
+            outputs = self._run_flat(self._flat, plan.sequences)
         elif self._model.packable:
             outputs = self._run(sorted(plan.sequences, key=self._order))
         else:
@@ -109,19 +151,21 @@ class Sampler:
         """What the device did ahead is taken where it serves; the rest is computed now. A step of decoding sequences
         only is followed by the next, ahead, before its own result is waited for."""
         flight, self._ahead = self._ahead, None
-        others = [s for s in sequences if not _decodes(s)]
+        alone = self._deterministic
+        others = [s for s in sequences if not self._is_graphs(s)]
         served: list[tuple[int, SequenceStep]] = []
         fresh: list[tuple[RowRef | None, SequenceStep]] = []
         for sequence in sequences:
-            if _decodes(sequence):
+            if self._is_graphs(sequence):
                 row = self._row(sequence)
                 index = None if flight is None else flight.index(sequence, row)
                 if index is None:
                     fresh.append((row, sequence))
                 else:
                     served.append((index, sequence))
-        # Top-k and top-p are drawn on the host, so the device does not know the next token.
-        goes_on = not others and not any(_is_cut(s) for s in sequences)
+        # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after would
+        # write over the logits that alternatives are taken from.
+        goes_on = not others and not alone and not any(_is_cut(s) or s.topk for s in sequences)
 
         outputs: list[SequenceOutput] = []
         if flight is not None and served:
@@ -133,52 +177,118 @@ class Sampler:
         for first in range(0, len(fresh), graphs.max_rows):
             part = fresh[first : first + graphs.max_rows]
             launched = [sequence for _, sequence in part]
-            flight = graphs.launch(launched, [row for row, _ in part])
             rows = list(enumerate(launched))
+            fillers = [self._filler(None, 1)] * (graphs.max_rows - len(part) if alone else 0)
+            flight = graphs.launch([*launched, *fillers], [*(row for row, _ in part), *(None for _ in fillers)])
             if goes_on and len(part) == len(sequences):
                 self._ahead = graphs.launch_ahead(flight, rows)
             outputs += self._land(flight, rows)
+        if alone:
+            return outputs + [output for sequence in others for output in self._run([sequence])]
         return outputs + (self._run(sorted(others, key=self._order)) if others else [])
+
+    def _is_graphs(self, sequence: SequenceStep) -> bool:
+        """A graph computes its step."""
+        if self._deterministic:  # drawn tokens always, prompts never
+            return sequence.drawn and len(sequence.tokens) == 1
+        return _decodes(sequence) and not sequence.draft
 
     def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
         decoded = flight.wait()
-        tokens, logprobs = decoded.tokens.tolist(), decoded.logprobs.tolist()
-        finite = np.isfinite(decoded.logprobs).tolist()
-        if cut := [(index, sequence) for index, sequence in rows if _is_cut(sequence)]:
-            logits_MV = self._model.head.scaled(flight.step.logits_NV[[index for index, _ in cut]])
-            tokens_M, logprobs_M = draw(logits_MV, [_params(sequence) for _, sequence in cut])
-            for (index, _), token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
-                tokens[index], logprobs[index] = token, logprob
-        return [
-            SequenceOutput(sequence=sequence.sequence, token=tokens[index], logprob=logprobs[index])
-            if finite[index]
-            else SequenceOutput(sequence=sequence.sequence, token=None, logprob=0.0, error=NOT_FINITE)
-            for index, sequence in rows
-        ]
+        if self._deterministic and len(rows) > 1:  # what the host draws, it draws row by row
+            return [output for row in rows for output in self._land(flight, [row])]
+        chosen, sequences = [index for index, _ in rows], [sequence for _, sequence in rows]
+        if self._deterministic and not sequences[0].sample:
+            failed = not np.isfinite(decoded.logprobs[chosen[0]])
+            return [SequenceOutput(sequence=sequences[0].sequence, error=NOT_FINITE if failed else None)]
+        tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
+        if cut := [n for n, sequence in enumerate(sequences) if _is_cut(sequence)]:
+            logits_MV = self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in cut]])
+            tokens_M, logprobs_M = draw(logits_MV, [_params(sequences[n]) for n in cut])
+            for n, token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
+                tokens[n], logprobs[n] = token, logprob
+        return _outputs(
+            sequences,
+            tokens,
+            logprobs,
+            lambda wanted: self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in wanted]]),
+        )
+
+    def _run_flat(self, flat: FlatDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """Guesses are rows like sequences, each with one key more: a step writes all keys before it reads any, and a
+        row reads those up to its own."""
+        drawn: list[SequenceOutput] = []
+        decoding = sorted((s for s in sequences if _decodes(s)), key=self._order)
+        rows = [row for sequence in decoding for row in _rows(sequence)]
+        for first in range(0, len(rows), MAX_ROWS):
+            part = rows[first : first + MAX_ROWS]
+            logits_NV = flat.logits(
+                [s.tokens[0] for s in part],
+                [s.context for s in part],
+                [s.pages for s in part],
+                [self._row(s) for s in part],
+            )
+            drawn += _drawn(part, logits_NV)
+        others = sorted((s for s in sequences if not _decodes(s)), key=self._order)
+        return _verified(decoding, drawn) + (self._run(others) if others else [])
+
+    def _filler(self, version: Version | None, num_tokens: int) -> SequenceStep:
+        """A sequence of nobody's."""
+        return SequenceStep(
+            sequence=-1,
+            version=version,
+            tokens=(0,) * num_tokens,
+            context=0,
+            pages=self._filler_pages[: pages_for(num_tokens)],
+            sample=False,
+            temperature=0.0,
+            top_k=-1,
+            top_p=1.0,
+            seed=0,
+            draw=0,
+        )
+
+    def _filled(self, sequences: Sequence[SequenceStep]) -> list[SequenceStep]:
+        """With every adapter's tokens filled up to a multiple."""
+        filled: list[SequenceStep] = []
+        for _, group in groupby(sequences, key=self._row):
+            members = list(group)
+            filled += members
+            if missing := -sum(map(_num_inputs, members)) % self._multiple:
+                filled.append(self._filler(members[0].version, missing))
+        return filled
 
     def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """Also an output for each that fills up, where there are such."""
         device = self._model.device
+        if self._multiple > 1:
+            sequences = self._filled(sequences)
         starts: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
         for sequence in sequences:
             starts.append(len(tokens))
-            tokens += sequence.tokens
-            positions += range(sequence.context, sequence.context + len(sequence.tokens))
-        hidden_TD, lora = self._model.trunk(
+            tokens += (*sequence.tokens, *sequence.draft)
+            positions += range(sequence.context, sequence.context + _num_inputs(sequence))
+        trunk = self._model.trunk if self._decode is None else self._decode.prefill
+        hidden_TD, lora = trunk(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self._pass(sequences)
         )
         outputs = self._draw(sequences, starts, hidden_TD, lora)
         for index, sequence in enumerate(sequences):
-            if sequence.score_targets:
-                outputs[index] = self._score(sequence, starts[index], hidden_TD, lora, outputs[index])
+            if sequence.prompt is not None:
+                rows = self._score(sequence.prompt, starts[index] + sequence.prompt.skip, hidden_TD, lora)
+                if rows is None:
+                    outputs[index] = SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
+                else:
+                    outputs[index] = replace(outputs[index], prompt=rows)
         return outputs
 
     def _pass(self, sequences: Sequence[SequenceStep]) -> Pass:
         segments: list[Segment] = []
         end = 0
         for sequence in sequences:
-            start, end = end, end + len(sequence.tokens)
+            start, end = end, end + _num_inputs(sequence)
             row = self._row(sequence)
             if row is None:
                 continue
@@ -189,7 +299,7 @@ class Sampler:
         for index, sequence in enumerate(sequences):
             page_table[index, : len(sequence.pages)] = torch.tensor(sequence.pages)
         return Pass(
-            seq_lens=tuple(len(s.tokens) for s in sequences),
+            seq_lens=tuple(_num_inputs(s) for s in sequences),
             segments=tuple(segments),
             kv=KVPass(
                 pool=self._pool,
@@ -202,49 +312,127 @@ class Sampler:
         self, sequences: Sequence[SequenceStep], starts: Sequence[int], hidden_TD: torch.Tensor, lora: LoraPass | None
     ) -> list[SequenceOutput]:
         """One output a sequence, with a token where one is wanted."""
-        outputs = [SequenceOutput(sequence=s.sequence, token=None, logprob=0.0) for s in sequences]
+        outputs = [SequenceOutput(sequence=s.sequence) for s in sequences]
         drawing = [index for index, sequence in enumerate(sequences) if sequence.sample]
         if not drawing:
             return outputs
-        last = [starts[index] + len(sequences[index].tokens) - 1 for index in drawing]
-        logits_NV = self._model.head.logits_at(hidden_TD, lora, torch.tensor(last))
-        tokens_N, logprobs_N = draw(logits_NV, [_params(sequences[index]) for index in drawing])
-        finite_N = logprobs_N.isfinite()
-        for index, token, logprob, finite in zip(
-            drawing, tokens_N.tolist(), logprobs_N.tolist(), finite_N.tolist(), strict=True
-        ):
-            changes = {"token": token, "logprob": logprob} if finite else {"error": NOT_FINITE}
-            outputs[index] = replace(outputs[index], **changes)
+        wanted: list[int] = []
+        own: list[int] = []
+        for _, group in groupby(drawing, key=lambda index: self._row(sequences[index])):
+            first = len(wanted)
+            for index in group:
+                last = starts[index] + len(sequences[index].tokens) - 1
+                wanted += range(last, last + 1 + len(sequences[index].draft))
+            own += range(first, len(wanted))
+            if self._multiple > 1:
+                wanted += wanted[-1:] * (-(len(wanted) - first) % MIN_ROWS)
+        logits_NV = self._model.head.logits_at(hidden_TD, lora, torch.tensor(wanted))
+        if len(own) < len(wanted):
+            logits_NV = logits_NV[own]
+        chosen = [sequences[index] for index in drawing]
+        drawn = _drawn([row for sequence in chosen for row in _rows(sequence)], logits_NV)
+        for index, output in zip(drawing, _verified(chosen, drawn), strict=True):
+            outputs[index] = output
         return outputs
 
     def _score(
-        self,
-        sequence: SequenceStep,
-        start: int,
-        hidden_TD: torch.Tensor,
-        lora: LoraPass | None,
-        output: SequenceOutput,
-    ) -> SequenceOutput:
-        """Adds the log-probabilities of ``score_targets``: token i's target is scored at the stream's ``start + i``."""
-        scores: list[float] = []
-        topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
-        targets_S = torch.tensor(sequence.score_targets, device=hidden_TD.device)
-        for first in range(0, len(targets_S), SCORE_ROWS):
-            chunk_S = targets_S[first : first + SCORE_ROWS]
-            rows_S = torch.arange(start + first, start + first + len(chunk_S))
-            logits_SV = self._model.head.logits_at(hidden_TD, lora, rows_S)
-            logprobs_S, ids_SK, top_SK = score(logits_SV, chunk_S, sequence.topk)
-            if not bool(logprobs_S.isfinite().all()):
-                return replace(output, token=None, error=NOT_FINITE)
-            scores += logprobs_S.tolist()
-            if ids_SK is not None and top_SK is not None:
-                topk += [(tuple(i), tuple(p)) for i, p in zip(ids_SK.tolist(), top_SK.tolist(), strict=True)]
-        return replace(output, scores=tuple(scores), topk=tuple(topk))
+        self, chunk: PromptChunk, start: int, hidden_TD: torch.Tensor, lora: LoraPass | None
+    ) -> PromptRows | None:
+        """Row r of the chunk is the stream's token ``start + r``. None: not finite."""
+        parts: list[PromptRows] = []
+        for first in range(0, chunk.num_rows, SCORE_ROWS):
+            last = min(first + SCORE_ROWS, chunk.num_rows)
+            rows_S = torch.arange(start + first, start + last)
+            if missing := -len(rows_S) % self._multiple:
+                rows_S = torch.cat([rows_S, rows_S[-1:].expand(missing)])
+            logits_SV = self._model.head.logits_at(hidden_TD, lora, rows_S)[: last - first]
+            part = score_rows(chunk, first, last, logits_SV)
+            if not np.isfinite(part.logprobs).all():
+                return None
+            parts.append(part)
+        return PromptRows.joined(parts)
+
+
+def _drawn(sequences: Sequence[SequenceStep], logits_NV: torch.Tensor) -> list[SequenceOutput]:
+    """Row n is sequence n's."""
+    tokens_N, logprobs_N = draw(logits_NV, [_params(sequence) for sequence in sequences])
+    return _outputs(sequences, tokens_N.tolist(), logprobs_N.tolist(), lambda wanted: logits_NV[wanted])
+
+
+def _outputs(
+    sequences: Sequence[SequenceStep],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    logits: Callable[[list[int]], torch.Tensor],
+) -> list[SequenceOutput]:
+    """What was drawn, with the likeliest tokens where they are wanted. ``logits`` float32 of the rows asked for."""
+    finite = [math.isfinite(logprob) for logprob in logprobs]
+    topk: dict[int, LikeliestRow] = {}
+    if wanted := [n for n, sequence in enumerate(sequences) if sequence.topk and finite[n]]:
+        asked = [(sequences[n].temperature, sequences[n].topk) for n in wanted]
+        topk = dict(zip(wanted, likeliest_rows(logits(wanted), asked), strict=True))
+    return [
+        SequenceOutput(
+            sequence=sequence.sequence,
+            tokens=(tokens[n],),
+            logprobs=(logprobs[n],),
+            topk=(topk[n],) if sequence.topk else (),
+        )
+        if finite[n]
+        else SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
+        for n, sequence in enumerate(sequences)
+    ]
+
+
+def _num_inputs(sequence: SequenceStep) -> int:
+    return len(sequence.tokens) + len(sequence.draft)
+
+
+def _rows(sequence: SequenceStep) -> list[SequenceStep]:
+    """The step as steps without drafts: its last token, and each guess behind it."""
+    if not sequence.draft:
+        return [sequence]
+    return [
+        replace(
+            sequence,
+            tokens=(token,),
+            context=sequence.context + place,
+            draw=sequence.draw + place,
+            draft=(),
+        )
+        for place, token in enumerate((*sequence.tokens, *sequence.draft))
+    ]
+
+
+def _verified(sequences: Sequence[SequenceStep], drawn: Sequence[SequenceOutput]) -> list[SequenceOutput]:
+    """``drawn`` from each of the sequences' ``_rows``, in their order: kept as far as a row is about what was drawn
+    before it."""
+    outputs: list[SequenceOutput] = []
+    end = 0
+    for sequence in sequences:
+        start, end = end, end + 1 + len(sequence.draft)
+        rows = [drawn[start]]
+        for guess, row in zip(sequence.draft, drawn[start + 1 : end], strict=True):
+            if rows[-1].tokens != (guess,):
+                break
+            rows.append(row)
+        if len(rows) == 1 or rows[-1].error is not None:
+            outputs.append(rows[-1])
+            continue
+        outputs.append(
+            SequenceOutput(
+                sequence=sequence.sequence,
+                tokens=tuple(token for row in rows for token in row.tokens),
+                logprobs=tuple(logprob for row in rows for logprob in row.logprobs),
+                topk=tuple(likely for row in rows for likely in row.topk),
+            )
+        )
+    return outputs
 
 
 def _decodes(sequence: SequenceStep) -> bool:
     """One token in, one token out."""
-    return len(sequence.tokens) == 1 and sequence.sample and sequence.score_targets is None
+    return len(sequence.tokens) == 1 and sequence.sample and sequence.prompt is None
 
 
 def _is_cut(sequence: SequenceStep) -> bool:

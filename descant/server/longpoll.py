@@ -9,26 +9,37 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class BrokenOff(Exception):
+    """The client closed the connection on which it waited."""
+
+
 class LongPolls:
     def __init__(self) -> None:
         self._open: set[asyncio.Task[Any]] = set()
         self.closed = False
 
-    async def wait(self, coroutine: Coroutine[Any, Any, T], *, deadline_s: float) -> T | None:
+    async def wait(
+        self, coroutine: Coroutine[Any, Any, T], *, deadline_s: float, broken_off: Coroutine[Any, Any, None]
+    ) -> T | None:
         """The coroutine's result, or None if it was not there by the deadline or by ``close``.
 
+        ``broken_off`` ends when the client does not wait any more: raises ``BrokenOff`` then, the coroutine at its end.
         Raises what the coroutine raises. Cancelling the caller cancels the coroutine.
         """
-        task = asyncio.ensure_future(coroutine)
+        task, gone = asyncio.ensure_future(coroutine), asyncio.ensure_future(broken_off)
         self._open.add(task)
         if self.closed:
             task.cancel()
         try:
-            await asyncio.wait([task], timeout=deadline_s)
+            await asyncio.wait([task, gone], timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._open.discard(task)
+            gone.cancel()
             if not task.done():
                 task.cancel()
+        if not task.done() and gone.done():
+            await asyncio.wait([task])
+            raise BrokenOff
         return task.result() if task.done() and not task.cancelled() else None
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from descant import types
 from descant.errors import UserError
 from descant.server.auth import Keys
-from descant.server.longpoll import LongPolls
+from descant.server.longpoll import BrokenOff, LongPolls
 from descant.server.responses import error_response, json_response, submitted_response, try_again_response
 from descant.service.service import Pending, SampleSubmission, Service
 from descant.wire import decode, requests
@@ -40,7 +40,7 @@ CLIENT_CONFIG = {
 }
 """What this server can do. Chunks come one after the other, so that a model's requests arrive in order."""
 
-DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}
+DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,11 @@ class Call:
             raise UserError("the connection was closed before the body had arrived") from None
         return b"".join(parts)
 
+    async def broken_off(self) -> None:
+        """Ends when the client closes the connection before it has its answer. Only after the whole body was read."""
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+
     async def json(self, model: type[R]) -> R:
         """The body as ``model``. Raises what ``requests.parse`` and ``body`` raise."""
         body = await self.body()
@@ -127,6 +132,7 @@ class Routes:
             ("POST", "/load_weights", self.load_weights),
             ("POST", "/create_sampling_session", self.create_sampling_session),
             ("GET", "/samplers/{sampling_session_id}", self.get_sampler),
+            ("POST", "/cancel_future", self.cancel_future),
             ("POST", "/create_model", self.create_model),
             ("POST", "/get_info", self.get_info),
             ("POST", "/create_session", self.create_session),
@@ -142,6 +148,7 @@ class Routes:
         ]
         return [
             *served,
+            Route("/metrics", self._endpoint(self.metrics), methods=["GET"]),
             Route(PREFIX + "/healthz", healthz, methods=["GET"]),
             Route("/healthz", healthz, methods=["GET"]),
             Route(PREFIX + "/{path:path}", NotServed()),
@@ -197,6 +204,15 @@ class Routes:
         """Accepted and dropped: its events may hold request headers, the API key among them."""
         await call.body()
         return json_response({"status": "accepted"})
+
+    async def metrics(self, call: Call) -> Response:
+        """Numbers of the whole server, as Prometheus reads them. For whoever has a key."""
+        lines = [
+            f'descant_{name}{{base="{base}"}} {value:.15g}'
+            for base, numbers in (await self._service.stats()).items()
+            for name, value in sorted(numbers.items())
+        ]
+        return Response("".join(f"{line}\n" for line in lines), media_type="text/plain; version=0.0.4")
 
     # ------------------------------------------------------------------------------------------------ sessions
     async def create_session(self, call: Call) -> Response:
@@ -261,7 +277,7 @@ class Routes:
         try:
             body = await call.body()
         except BodyTooLarge as error:
-            raise decode.oversized_forward_backward(error.prefix, call.content_encoding, error.message) from None
+            raise decode.unread_forward_backward(error.prefix, call.content_encoding, error.message) from None
         command = decode.decode_forward_backward(body, call.content_encoding, max_bytes=self._settings.max_body_bytes)
         return submitted_response(await self._service.forward_backward(call.principal, command))
 
@@ -290,6 +306,7 @@ class Routes:
             seq_id=request.seq_id,
             name=request.path,
             sampling_session_seq_id=request.sampling_session_seq_id,
+            kind=request.kind,
             ttl_seconds=request.ttl_seconds,
         )
         return submitted_response(submitted)
@@ -359,16 +376,25 @@ class Routes:
             sampling_params=request.sampling_params.to_params(),
             prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            target_prompt_logprobs=targets.to_tensor() if (targets := request.target_prompt_logprobs) else None,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k or 0,
+            topk_sample_logprobs=request.topk_sample_logprobs or 0,
         )
         return submitted_response(await self._service.sample(call.principal, submission))
 
     # ------------------------------------------------------------------------------------------------ futures
     async def retrieve_future(self, call: Call) -> Response:
         request = await call.json(requests.RetrieveFutureRequest)
-        state = await self._polls.wait(
-            self._service.retrieve_future(call.principal, request.request_id, timeout_s=self._settings.long_poll_s),
-            deadline_s=self._settings.long_poll_s + 5.0,
-        )
+        try:
+            state = await self._polls.wait(
+                self._service.retrieve_future(call.principal, request.request_id, timeout_s=self._settings.long_poll_s),
+                deadline_s=self._settings.long_poll_s + 5.0,
+                broken_off=call.broken_off(),
+            )
+        except BrokenOff:
+            await self._service.poll_broken_off(call.principal, request.request_id)
+            return Response(status_code=499)  # which nobody reads
         match state:
             case types.FutureState(encoded=types.Encoded() as encoded):
                 return Response(encoded.body, media_type=encoded.content_type)
@@ -377,6 +403,11 @@ class Routes:
             case _:
                 reason = "the server is stopping" if self._polls.closed else "the server did not say"
                 return try_again_response(Pending(request_id=request.request_id, queue_state="active", reason=reason))
+
+    async def cancel_future(self, call: Call) -> Response:
+        request = await call.json(requests.CancelFutureRequest)
+        await self._service.cancel_future(call.principal, request.request_id)
+        return json_response({"type": "cancel_future"})
 
 
 async def healthz(request: Request) -> Response:

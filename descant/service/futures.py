@@ -29,14 +29,16 @@ PRUNE_CHUNK = 500
 
 
 class _Entry:
-    """A future that has not ended, as far as memory knows. ``answer`` is set while it is being written."""
+    """A future that has not ended, as far as the database knows. ``answer`` is set while it is being written; who waits
+    has it then (``done``)."""
 
-    __slots__ = ("answer", "done", "state")
+    __slots__ = ("answer", "done", "saved", "state")
 
     def __init__(self, state: FutureState):
         self.state = state
         self.answer: FutureState | None = None
         self.done: asyncio.Future[FutureState] = asyncio.get_running_loop().create_future()
+        self.saved = asyncio.Event()
 
 
 class SqlFutureStore:
@@ -92,16 +94,18 @@ class SqlFutureStore:
         return stands, stands == request_id
 
     async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
-        """As the port says. A write that fails is no reason for a client to hang: who waits is answered from memory,
-        and the write is tried again whenever another future ends. Only a process that ends before one of these
-        succeeds loses the answer; the future is then pending at the next start, and fails there."""
+        """As the port says; on return it is durable. Who waits is answered from memory at once, not a disk's time
+        later, and also when the write fails, which is then tried again whenever another future ends. Only a process
+        that ends before one of these succeeds loses the answer: the future is then pending at the next start, and
+        fails there, for a client that had not got its answer."""
         entry = await self._find(request_id)
         if isinstance(entry, FutureState):
             return
         if entry.answer is not None:  # the first answer stands; return when it does
-            await asyncio.wait({entry.done})
+            await entry.saved.wait()
             return
         answer = entry.answer = replace(entry.state, encoded=encoded, failed=failed)
+        entry.done.set_result(answer)
         try:
             await self._save(answer)
         except BaseException as error:
@@ -112,7 +116,7 @@ class SqlFutureStore:
         else:
             await self._save_unsaved()
         finally:
-            entry.done.set_result(answer)
+            entry.saved.set()
             del self._entries[request_id]
 
     async def get(self, request_id: str, *, timeout_s: float = 0.0) -> FutureState:
@@ -164,6 +168,7 @@ class SqlFutureStore:
             if state.encoded is None and request_id not in self._unsaved:
                 return entry
             if entry.answer is None and self._entries.pop(request_id, None) is not None:
+                entry.saved.set()
                 entry.done.set_result(self._unsaved.get(request_id, state))
         return self._unsaved.get(request_id) or await self._read(request_id)
 

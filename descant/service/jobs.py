@@ -7,12 +7,13 @@ import inspect
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from descant.errors import ServerError
 from descant.ports import Clock, FutureStore
+from descant.service.presence import Client
 from descant.types import Answer, Encoded
 
 log = logging.getLogger(__name__)
@@ -20,13 +21,16 @@ log = logging.getLogger(__name__)
 RESOLVE_DELAYS_S = (0.0, 0.0, 1.0, 5.0, 30.0)
 """When the store does not take an answer it is offered again, after these times."""
 
+CLOSE_TIMEOUT_S = 5.0
+
 RATE_WINDOW = 32
 """Forward and backward passes by which the estimate of a base's speed goes."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of.
+    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of. ``client``:
+    who waits for it, if it is given up without.
 
     ``submitted``: the backend has it; until then it waits for its turn in the order of its model.
     ``on_end`` is called once, however it ends.
@@ -38,6 +42,7 @@ class Job:
     model_id: str | None = None
     seq_id: int = 0
     num_tokens: int = 0
+    client: Client | None = None
     accepted_at: float = 0.0
     on_end: Callable[[], None] | None = None
     submitted: bool = False
@@ -56,7 +61,7 @@ class Jobs:
         self._passes: dict[str, deque[tuple[float, int]]] = {}
         self._last_end: dict[str, float] = {}
 
-    def __iter__(self) -> Iterable[Job]:
+    def __iter__(self) -> Iterator[Job]:
         return iter(list(self._jobs.values()))
 
     def __len__(self) -> int:
@@ -104,7 +109,11 @@ class Jobs:
         return task
 
     async def close(self) -> None:
-        """Stops everything. What has not ended stays pending in the store, and fails at the next start."""
+        """Stops everything. Answers are still written, for some seconds; what has not ended stays pending in the store,
+        and fails at the next start."""
+        writing = [job.task for job in self._jobs.values() if job.ended and job.task is not None]
+        if writing:
+            await asyncio.wait(writing, timeout=CLOSE_TIMEOUT_S)
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -20,7 +20,9 @@ from descant.types import (
     SampledSequence,
     SampleOutput,
     SampleRequest,
+    SamplerKind,
     SnapshotRef,
+    TopK,
     Version,
 )
 
@@ -44,27 +46,65 @@ def snapshot_of(checkpoint: Checkpoint) -> SnapshotRef:
 
 
 class Publications:
-    """Which versions one engine holds because of us, and for which sampling sessions."""
+    """Which versions one engine holds because of us, and for which sampling sessions.
+
+    An inflight session is a user of its model's newest published version, whoever published that.
+    """
 
     def __init__(self, *, engine: Engine, checkpoints: CheckpointStore):
         self._engine = engine
         self._checkpoints = checkpoints
         self._published: set[Version] = set()
         self._users: dict[Version, set[str]] = {}
+        self._newest: dict[str, Version] = {}
+        self._following: dict[str, str] = {}
+        """Inflight sessions, and the model of each."""
         self._locks = KeyedLocks()
 
-    async def publish(self, ref: SnapshotRef, sampling_session_id: str) -> None:
+    async def publish(self, ref: SnapshotRef, sampling_session_id: str, kind: SamplerKind) -> None:
         """A fresh snapshot, for one ephemeral session."""
+        version = ref.version
         await self._engine.publish(ref)
-        self._published.add(ref.version)
-        self._users.setdefault(ref.version, set()).add(sampling_session_id)
+        self._users.setdefault(version, set()).add(sampling_session_id)
+        if kind == "inflight":
+            self._following[sampling_session_id] = version.model_id
+        await self._has_published(version)
+
+    async def _has_published(self, version: Version) -> None:
+        """Whoever follows its model uses it from now on, and not what came before."""
+        self._published.add(version)
+        newest = self._newest.get(version.model_id)
+        if newest is None or newest.number < version.number:
+            self._newest[version.model_id] = newest = version
+        followers = {session for session, model_id in self._following.items() if model_id == version.model_id}
+        if not followers:
+            return
+        left = [
+            other
+            for other, users in self._users.items()
+            if other.model_id == version.model_id and other != newest and users & followers
+        ]
+        for other in left:
+            self._users[other] -= followers
+        self._users.setdefault(newest, set()).update(followers)
+        await self._release_unused(left)
+
+    def version_for(self, sampler: SamplingSessionRecord) -> Version | None:
+        """The version that a session's next request is to be sampled with."""
+        if sampler.sampling_session_id in self._following and sampler.version is not None:
+            return self._newest.get(sampler.version.model_id, sampler.version)
+        return sampler.version
+
+    def follows(self, sampler: SamplingSessionRecord) -> bool:
+        """Whether it is inflight."""
+        return sampler.sampling_session_id in self._following
 
     async def provide(self, sampler: SamplingSessionRecord) -> None:
         """Sees to it that the engine holds a session's version. A file is published at its first use.
 
         Raises ``UserError`` if the file is no longer the one that the session was made from.
         """
-        version = sampler.version
+        version = self.version_for(sampler)
         if version is None:
             return
         self._users.setdefault(version, set()).add(sampler.sampling_session_id)
@@ -82,19 +122,25 @@ class Publications:
             if version_of(checkpoint) != version:
                 raise UserError(f"{sampler.model_path} was replaced after this sampler was made; make a new sampler")
             await self._engine.publish(snapshot_of(checkpoint))
-            self._published.add(version)
+            await self._has_published(version)
 
     def holds(self, version: Version | None) -> bool:
         return version in self._published
 
     async def release(self, version: Version, sampling_session_id: str) -> None:
         """Undoes ``publish``: the session did not come about."""
-        self._users.get(version, set()).discard(sampling_session_id)
-        await self._release_unused([version])
+        self._following.pop(sampling_session_id, None)
+        left = [version, *(v for v in self._users if v.model_id == version.model_id and v != version)]
+        left = [v for v in left if sampling_session_id in self._users.get(v, ())]
+        for version in left:
+            self._users[version].discard(sampling_session_id)
+        await self._release_unused(left)
 
     async def leave(self, sampling_session_ids: Iterable[str]) -> None:
         """These sessions are over: versions that nobody else samples are released."""
         leaving = set(sampling_session_ids)
+        for sampling_session_id in leaving:
+            self._following.pop(sampling_session_id, None)
         left = [version for version, users in self._users.items() if users & leaving]
         for version in left:
             self._users[version] -= leaving
@@ -105,14 +151,19 @@ class Publications:
             async with self._locks.hold(version):
                 if not self._users.get(version):
                     self._users.pop(version, None)
-                    self._published.discard(version)
+                    self._drop(version)
                     await self._engine.release(version)
 
     def forget(self, versions: Collection[Version] | None = None) -> None:
         """The engine holds these no more; None: it began anew and holds nothing."""
         for version in list(self._users.keys() | self._published) if versions is None else versions:
-            self._published.discard(version)
+            self._drop(version)
             self._users.pop(version, None)
+
+    def _drop(self, version: Version) -> None:
+        self._published.discard(version)
+        if self._newest.get(version.model_id) == version:
+            del self._newest[version.model_id]
 
 
 class SampleFold:
@@ -121,6 +172,7 @@ class SampleFold:
     def __init__(self, num_samples: int):
         self._tokens: list[list[Int32]] = [[] for _ in range(num_samples)]
         self._logprobs: list[list[Float32]] = [[] for _ in range(num_samples)]
+        self._topk: list[list[TopK]] = [[] for _ in range(num_samples)]
         self._ends: list[SampleDelta | None] = [None] * num_samples
         self._prompt: PromptScores | None = None
         self._versions: dict[Version, None] = {}
@@ -132,6 +184,8 @@ class SampleFold:
             raise ServerError(f"the engine went on with sample {delta.sample} after its end")
         self._tokens[delta.sample].append(delta.tokens)
         self._logprobs[delta.sample].append(delta.logprobs)
+        if delta.topk_logprobs is not None:
+            self._topk[delta.sample].append(delta.topk_logprobs)
         if delta.stop_reason is not None:
             self._ends[delta.sample] = delta
         if delta.prompt is not None:
@@ -150,9 +204,19 @@ class SampleFold:
                     tokens=np.concatenate(self._tokens[sample]).astype(np.int32, copy=False),
                     logprobs=np.concatenate(self._logprobs[sample]).astype(np.float32, copy=False),
                     stop_reason=end.stop_reason,
+                    topk_logprobs=_joined(self._topk[sample]),
                 )
             )
         return SampleOutput(sequences=tuple(sequences), prompt=self._prompt, versions=tuple(self._versions))
+
+
+def _joined(parts: Sequence[TopK]) -> TopK | None:
+    if not parts:
+        return None
+    return TopK(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+    )
 
 
 async def sample(engine: Engine, request: SampleRequest) -> SampleOutput:

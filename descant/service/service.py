@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from descant.errors import Gone, Lost, NotFound, Overloaded, ServerError, UserError
-from descant.ports import CheckpointStore, Clock, Engine, FutureStore, Progress, Trainer
+from descant.errors import DescantError, Gone, Lost, NotFound, Overloaded, ServerError, UserError
+from descant.ports import CheckpointStore, Clock, Engine, FutureStore, Measured, Progress, Trainer
 from descant.service import samplers
 from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRecord, SessionRecord
 from descant.service.jobs import Job, Jobs
 from descant.service.names import check_checkpoint_name, model_id_of, parse_path, sampling_session_id_of
+from descant.service.presence import Client, Presence, client_of
 from descant.service.queue import Finish, ModelQueue
 from descant.service.resume import Resume
 from descant.service.samplers import Publications
@@ -54,10 +55,12 @@ from descant.types import (
     Result,
     SampleOutput,
     SampleRequest,
+    SamplerKind,
     SamplerWeightsSaved,
     SamplingParams,
     Snapshot,
     SnapshotRef,
+    TensorData,
     Version,
     WeightsLoaded,
     WeightsSaved,
@@ -67,6 +70,12 @@ from descant.types import (
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
+
+STATS_TIMEOUT_S = 5.0
+"""A rank answers between two turns; one in a long turn is left out."""
+
+MAX_GIVEN_UP = 1 << 16
+"""Sampling requests given up of which it is remembered that they were."""
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -130,6 +139,10 @@ class SampleSubmission:
     sampling_params: SamplingParams
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    topk_sample_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +155,19 @@ class ServiceSettings:
     """Finished futures stay fetchable for this long."""
     stall_timeout_s: float = 2 * 3600.0
     """A base that has had work for this long and ended none of it is given up: its requests fail."""
+    sampler_kind: SamplerKind = "snapshot"
+    """What sampling clients without files are when they do not say (the SDK has said it since 0.38): a snapshot, or
+    inflight, which follows the newest weights."""
     max_samples_in_flight: int = 4096
     """Sampling requests of one base that were accepted and have not ended; one more is told to come again."""
+    vanish_grace_s: float = 0.5
+    """A client that broke off every wait of its own and did not wait again for this long has vanished: its sampling
+    requests are given up. The SDK sends them again should it be there after all."""
+    vanish_timeout_s: float = 60.0
+    """So has one that waits for nothing and sent nothing, not even a heartbeat (every 10 s), for this long."""
+    max_training_bytes: int = 2 << 30
+    """Of the data of one base's training requests that were accepted and have not ended; one that goes beyond is told
+    to come again, unless nothing of its model is being trained: so a model always has one, and nobody starves."""
     sweep_interval_s: float = 1.0
     """How often it is looked whether a hole, a session or a base is over its time."""
     prune_interval_s: float = 60.0
@@ -204,6 +228,17 @@ class Service:
         self._samplers: dict[str, SamplingSessionRecord] = {}
         """Those sampled since the start, of open sessions."""
         self._samples_in_flight = dict.fromkeys(self._backends, 0)
+        self._presence = Presence(
+            clock=clock,
+            grace_s=self._settings.vanish_grace_s,
+            spawn=self._jobs.spawn,
+            vanished=lambda client: self._give_up(
+                client.session_id, "its client closed all its connections", client=client
+            ),
+        )
+        self._given_up: dict[str, None] = {}
+        """The latest sampling requests whose clients vanished."""
+        self._training_bytes = dict.fromkeys(self._backends, 0)
         self._sweeper: asyncio.Task[None] | None = None
         self._last_prune = clock.monotonic()
 
@@ -243,6 +278,22 @@ class Service:
     def capabilities(self) -> Sequence[ModelFacts]:
         return [backend.facts for backend in self._backends.values()]
 
+    async def stats(self) -> Mapping[str, Mapping[str, float]]:
+        """By base: what is open and in flight, and what its engine counts."""
+        numbers: dict[str, dict[str, float]] = {}
+        for base, backend in self._backends.items():
+            numbers[base] = {
+                "requests_in_flight": sum(job.base == base for job in self._jobs),
+                "samples_in_flight": self._samples_in_flight[base],
+                "models": sum(model.record.base == base for model in self._models.values()),
+            }
+            if isinstance(backend.engine, Measured):
+                try:
+                    numbers[base] |= await asyncio.wait_for(backend.engine.stats(), STATS_TIMEOUT_S)
+                except (TimeoutError, DescantError) as error:
+                    log.info("%s does not tell its numbers: %s", base, error or "it is busy")
+        return numbers
+
     # ------------------------------------------------------------------------------------------------ sessions
     async def create_session(
         self,
@@ -274,6 +325,7 @@ class Service:
     async def heartbeat(self, principal: str, session_id: str) -> None:
         """Raises ``Gone`` for a session that is over, ``NotFound`` for one that never was."""
         await self._session(principal, session_id)
+        self._presence.sign(Client(session_id))
 
     async def finish_session(self, principal: str, session_id: str, *, reason: str, detail: str | None) -> None:
         """Its models are deleted, its ephemeral weights released. Finishing twice is finishing once."""
@@ -322,12 +374,15 @@ class Service:
         )
 
     async def forward_backward(self, principal: str, command: ForwardBackward) -> Submitted:
+        """Raises ``Overloaded``, its seq_id not consumed."""
+
         async def finish(outcome: asyncio.Future[Result]) -> Answer:
             return await _result(outcome, ForwardBackwardOutput)
 
         num_tokens = sum(input_length(datum.model_input) for datum in command.data)
         operation = "forward" if command.forward_only else "forward_backward"
-        return await self._train(principal, command, operation, finish, num_tokens=num_tokens)
+        num_bytes = _num_bytes(command)
+        return await self._train(principal, command, operation, finish, num_tokens=num_tokens, num_bytes=num_bytes)
 
     async def optim_step(self, principal: str, command: OptimStep) -> Submitted:
         async def finish(outcome: asyncio.Future[Result]) -> Answer:
@@ -435,9 +490,11 @@ class Service:
         seq_id: int,
         name: str | None,
         sampling_session_seq_id: int | None,
+        kind: SamplerKind | None,
         ttl_seconds: int | None,
     ) -> Submitted:
-        """``name`` given: a checkpoint. Else ephemeral: a sampling session on a published row, no file."""
+        """``name`` given: a checkpoint. Else ephemeral: a sampling session on a published row, no file; of an
+        ``inflight`` one the requests, running ones too, go on with whatever of the model is published later."""
         model = await self._model(principal, model_id)
         record = model.record if isinstance(model, _Model) else model
         if name is not None:
@@ -462,7 +519,7 @@ class Service:
 
         async def finish_ephemeral(outcome: asyncio.Future[Result]) -> Answer:
             ref = await _result(outcome, SnapshotRef)
-            await self._publish(record, ref, sampling_session_id)
+            await self._publish(record, ref, sampling_session_id, kind or self._settings.sampler_kind)
             return SamplerWeightsSaved(path=None, sampling_session_id=sampling_session_id)
 
         command = Snapshot(model_id=model_id, seq_id=seq_id, kind="sampler", for_disk=False)
@@ -524,6 +581,8 @@ class Service:
         session = await self._session(principal, sampler.session_id)
         base = self._served(sampler.base)
         self._check_sample(base, submission)
+        key = FutureKey(kind="sample", scope=submission.sampling_session_id, seq_id=submission.seq_id)
+        client = client_of(key)
         limit = self._settings.max_samples_in_flight
         if self._samples_in_flight[base] >= limit:
             raise Overloaded(f"{limit} sampling requests are in flight on {base}, which is as many as are taken")
@@ -533,11 +592,18 @@ class Service:
             self._samples_in_flight[base] -= 1
 
         def begin(request_id: str) -> None:
-            job = Job(request_id=request_id, operation="sample", base=base, seq_id=submission.seq_id, on_end=leave)
+            job = Job(
+                request_id=request_id,
+                operation="sample",
+                base=base,
+                seq_id=submission.seq_id,
+                client=client,
+                on_end=leave,
+            )
             self._jobs.start(self._jobs.add(job), self._sample(request_id, sampler, session, submission))
 
         request_id = await self._accept(
-            key=FutureKey(kind="sample", scope=submission.sampling_session_id, seq_id=submission.seq_id),
+            key=key,
             owner=principal,
             base=base,
             operation="sample",
@@ -553,15 +619,54 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------ futures
     async def retrieve_future(self, principal: str, request_id: str, *, timeout_s: float) -> FutureState | Pending:
-        """Waits up to ``timeout_s``. Raises ``NotFound`` for an id this principal does not own."""
-        state = await self._futures.get(request_id)
-        if state.owner != principal:  # before any waiting, whose length would tell that the id exists
-            raise NotFound(f"no request {request_id!r}: it never was, or its answer is no longer kept")
-        if state.encoded is None and timeout_s > 0:
-            state = await self._futures.get(request_id, timeout_s=timeout_s)
+        """Waits up to ``timeout_s``. Raises ``NotFound`` for an id this principal does not own, ``Gone`` for a sampling
+        request that was given up because nobody waited for it: who still wants it sends it again."""
+        state = await self._future(principal, request_id)
+        client = client_of(state.key)
+        with self._presence.polling(client):
+            session = self._sessions.get(client.session_id)
+            if session is not None:
+                session.last_seen = self._clock.monotonic()
+            if state.encoded is None and timeout_s > 0:
+                state = await self._futures.get(request_id, timeout_s=timeout_s)
+        if request_id in self._given_up:
+            raise Gone(f"request {request_id!r} was given up, since its client had gone; send it again")
         if state.encoded is not None:
             return state
         return Pending(request_id=request_id, queue_state="active", reason=self._reason(state))
+
+    async def poll_broken_off(self, principal: str, request_id: str) -> None:
+        """The client's side closed the connection on which it waited for this request; that wait is over."""
+        state = await self._future(principal, request_id)
+        self._presence.broken_off(client_of(state.key))
+
+    async def cancel_future(self, principal: str, request_id: str) -> None:
+        """Ends a sampling request, whose future fails; others run on, for what they do counts. Raises ``NotFound``."""
+        await self._future(principal, request_id)
+        job = self._jobs.get(request_id)
+        if job is not None and job.client is not None:
+            self._jobs.fail(job, UserError("the request was cancelled by its client"))
+
+    async def _future(self, principal: str, request_id: str) -> FutureState:
+        state = await self._futures.get(request_id)
+        if state.owner != principal:  # before any waiting, whose length would tell that the id exists
+            raise NotFound(f"no request {request_id!r}: it never was, or its answer is no longer kept")
+        return state
+
+    def _give_up(self, session_id: str, why: str, *, client: Client | None = None) -> None:
+        """Ends a session's sampling requests, or those of one client of it, whose client is not there any more."""
+        jobs = [
+            job
+            for job in self._jobs.where(lambda job: job.client is not None and job.client.session_id == session_id)
+            if not job.ended and client in (None, job.client)
+        ]
+        for job in jobs:
+            self._given_up[job.request_id] = None
+            self._jobs.fail(job, ServerError(f"the request was given up: {why}"))
+        while len(self._given_up) > MAX_GIVEN_UP:
+            del self._given_up[next(iter(self._given_up))]
+        if jobs:
+            log.info("%d sampling requests were given up: %s", len(jobs), why)
 
     # ================================================================================================ looking up
 
@@ -628,6 +733,8 @@ class Service:
     ) -> str:
         """The future of a submission. ``begin`` is called with its id if it is new, and only then: of the same request
         sent twice, one begins. Client gone or not, what was promised is begun."""
+
+        self._presence.sign(client_of(key))
 
         async def promise() -> str:
             new = False
@@ -710,13 +817,26 @@ class Service:
         return created
 
     async def _train(
-        self, principal: str, command: Command, operation: str, finish: Finish, *, num_tokens: int = 0
+        self,
+        principal: str,
+        command: Command,
+        operation: str,
+        finish: Finish,
+        *,
+        num_tokens: int = 0,
+        num_bytes: int = 0,
     ) -> Submitted:
         """Takes a request that has a place in its model's order."""
         model = await self._model(principal, command.model_id)
         record = model.record if isinstance(model, _Model) else model
         if command.seq_id < 1:
             raise UserError(f"seq_id is {command.seq_id}, expected 1 or more (0 is the model's creation)")
+        if num_bytes:
+            self._check_room(record, num_bytes)
+        self._training_bytes[record.base] += num_bytes
+
+        def leave() -> None:
+            self._training_bytes[record.base] -= num_bytes
 
         def begin(request_id: str) -> None:
             job = Job(
@@ -726,6 +846,7 @@ class Service:
                 model_id=record.model_id,
                 seq_id=command.seq_id,
                 num_tokens=num_tokens,
+                on_end=leave,
             )
             self._jobs.add(job)
             if isinstance(model, _Model) and not model.lost:
@@ -739,8 +860,21 @@ class Service:
             base=record.base,
             operation=operation,
             begin=begin,
+            not_begun=leave,
         )
         return Submitted(request_id=request_id, model_id=record.model_id)
+
+    def _check_room(self, record: ModelRecord, num_bytes: int) -> None:
+        """A request is turned away only while the trainer has one of its model: that one ends by itself. It would
+        never be let in if those in its way waited for its seq_id."""
+        queued, limit = self._training_bytes[record.base], self._settings.max_training_bytes
+        if queued + num_bytes <= limit:
+            return
+        if self._jobs.where(lambda job: job.model_id == record.model_id and job.submitted):
+            raise Overloaded(
+                f"{num_bytes} bytes of training data beside the {queued} that {record.base} has are more than the "
+                f"{limit} that it takes at a time"
+            )
 
     # ================================================================================================ doing
 
@@ -763,7 +897,7 @@ class Service:
             ttl_seconds=ttl_seconds,
         )
 
-    async def _publish(self, model: ModelRecord, ref: SnapshotRef, sampling_session_id: str) -> None:
+    async def _publish(self, model: ModelRecord, ref: SnapshotRef, sampling_session_id: str, kind: SamplerKind) -> None:
         publications, trainer = self._publications[model.base], self._backends[model.base].trainer
         record = SamplingSessionRecord(
             sampling_session_id=sampling_session_id,
@@ -775,7 +909,7 @@ class Service:
         )
         stands = None
         try:
-            await publications.publish(ref, sampling_session_id)
+            await publications.publish(ref, sampling_session_id, kind)
             stands = await self._catalogue.add_sampling_session(record)
             if stands.version != ref.version or not stands.ephemeral:
                 raise UserError(_taken(sampling_session_id))
@@ -797,29 +931,38 @@ class Service:
             raise UserError(f"num_samples is {submission.num_samples}, expected 1 to {capabilities.max_num_samples}")
         if submission.prompt_logprobs and not capabilities.prompt_logprobs:
             raise UserError(f"prompt_logprobs is true, which the engine of {base} cannot do")
-        if not 0 <= submission.topk_prompt_logprobs <= capabilities.max_topk_prompt_logprobs:
-            raise UserError(
-                f"topk_prompt_logprobs is {submission.topk_prompt_logprobs}, "
-                f"expected 0 to {capabilities.max_topk_prompt_logprobs}"
-            )
+        if submission.target_prompt_logprobs is not None and not capabilities.target_prompt_logprobs:
+            raise UserError(f"target_prompt_logprobs is set, which the engine of {base} cannot do")
+        for name, k, most in (
+            ("topk_prompt_logprobs", submission.topk_prompt_logprobs, capabilities.max_topk_prompt_logprobs),
+            ("topk_sample_logprobs", submission.topk_sample_logprobs, capabilities.max_topk_sample_logprobs),
+            ("prompt_alt_tokens_k", submission.prompt_alt_tokens_k, capabilities.max_prompt_alt_tokens_k),
+        ):
+            if not 0 <= k <= most:
+                raise UserError(f"{name} is {k}, expected 0 to {most}")
 
     async def _sample(
         self, request_id: str, sampler: SamplingSessionRecord, session: _Session, submission: SampleSubmission
     ) -> SampleOutput:
         publications = self._publications[sampler.base]
-        if sampler.ephemeral and not publications.holds(sampler.version):
+        if sampler.ephemeral and not publications.holds(publications.version_for(sampler)):
             raise await self._resume.sampler(sampler)
         self._samplers[sampler.sampling_session_id] = sampler
         session.samplers.add(sampler.sampling_session_id)
         await publications.provide(sampler)
         request = SampleRequest(
             request_id=request_id,
-            version=sampler.version,
+            version=publications.version_for(sampler),
+            inflight=publications.follows(sampler),
             prompt=submission.prompt,
             num_samples=submission.num_samples,
             sampling_params=submission.sampling_params,
             prompt_logprobs=submission.prompt_logprobs,
             topk_prompt_logprobs=submission.topk_prompt_logprobs,
+            prompt_logprobs_last_n=submission.prompt_logprobs_last_n,
+            target_prompt_logprobs=submission.target_prompt_logprobs,
+            prompt_alt_tokens_k=submission.prompt_alt_tokens_k,
+            topk_sample_logprobs=submission.topk_sample_logprobs,
         )
         deadline = self._clock.monotonic() + self._settings.stall_timeout_s
         while True:
@@ -829,6 +972,10 @@ class Service:
                 if self._clock.monotonic() >= deadline:
                     raise
                 await self._clock.sleep(error.retry_after_s)
+            except NotFound:  # its version was replaced on the way
+                if request.version == publications.version_for(sampler):
+                    raise
+            request = replace(request, version=publications.version_for(sampler))
 
     # ================================================================================================ losing
 
@@ -915,7 +1062,11 @@ class Service:
         for model in list(self._models.values()):
             model.queue.expire()
         for session_id, session in list(self._sessions.items()):
+            if self._presence.polls(session_id):
+                session.last_seen = now
             idle_s = now - session.last_seen
+            if idle_s > self._settings.vanish_timeout_s:
+                self._give_up(session_id, f"nothing was heard of its client for {idle_s:.0f} s")
             if idle_s > self._settings.session_timeout_s:
                 await _logged(self._end_session(session_id, f"nothing was heard of it for {idle_s:.0f} s"))
         for base in self._backends:
@@ -978,6 +1129,15 @@ def _source(checkpoint: Checkpoint, optimizer: bool) -> CheckpointSource:
 
 def _layout(lora: LoraConfig) -> LoraConfig:
     return replace(lora, seed=None)
+
+
+def _num_bytes(command: ForwardBackward) -> int:
+    """Of its arrays."""
+    return sum(
+        sum(chunk.tokens.nbytes for chunk in datum.model_input)
+        + sum(array.nbytes for array in datum.loss_fn_inputs.values())
+        for datum in command.data
+    )
 
 
 def _describe(lora: LoraConfig) -> str:

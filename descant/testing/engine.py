@@ -10,6 +10,7 @@ The backend's trainer makes the versions. Log-probabilities are compared to 1e-3
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,17 @@ from descant.errors import DescantError, NotFound, Overloaded, UserError
 from descant.ports import Engine
 from descant.service.service import Backend
 from descant.testing.trainer import DEADLINE_S, Model, datum, output, result, saved, text
-from descant.types import DeleteModel, SampleDelta, SampleRequest, SamplingParams, SnapshotRef, Version
+from descant.types import (
+    EMPTY_TOPK,
+    DeleteModel,
+    PromptScores,
+    SampleDelta,
+    SampleRequest,
+    SamplingParams,
+    SnapshotRef,
+    TensorData,
+    Version,
+)
 
 PROMPT = text(1, 2, 3)
 TOLERANCE = 1e-3
@@ -49,7 +60,16 @@ class Sampled:
 
     @property
     def prompt_logprobs(self) -> list[float]:
-        return [float(x) for delta in self.deltas if delta.prompt is not None for x in delta.prompt.logprobs]
+        return [] if self.scores.logprobs is None else [float(x) for x in self.scores.logprobs]
+
+    @property
+    def scores(self) -> PromptScores:
+        return next((delta.prompt for delta in self.deltas if delta.prompt is not None), PromptScores())
+
+    def topk(self, sample: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and log-probabilities of the likeliest tokens at each sampled one."""
+        parts = [delta.topk_logprobs for delta in self.of(sample) if delta.topk_logprobs is not None]
+        return np.concatenate([p.token_ids for p in parts]), np.concatenate([p.logprobs for p in parts])
 
 
 _num_requests = 0
@@ -59,7 +79,8 @@ def request(version: Version | None = None, *, num_samples: int = 1, **fields: A
     """Fields of ``SamplingParams`` and of ``SampleRequest`` alike; by default 4 tokens that nothing stops."""
     global _num_requests
     _num_requests += 1
-    of_request = {"prompt", "prompt_logprobs", "topk_prompt_logprobs", "stream", "request_id"} & fields.keys()
+    names = {item.name for item in dataclasses.fields(SampleRequest)} - {"version", "num_samples", "sampling_params"}
+    of_request = names & fields.keys()
     mine = {name: fields.pop(name) for name in of_request}
     params = SamplingParams(**{"max_tokens": 4, "seed": 0, "stop": (), **fields})
     return SampleRequest(
@@ -72,6 +93,10 @@ def request(version: Version | None = None, *, num_samples: int = 1, **fields: A
             **mine,
         }
     )
+
+
+def targets(shape: tuple[int, int], *tokens: int) -> TensorData:
+    return TensorData(data=np.array(tokens, np.int64), shape=shape)
 
 
 async def sampled(engine: Engine, wanted: SampleRequest) -> Sampled:
@@ -186,6 +211,7 @@ class EngineSuite:
         scores = carriers[0].prompt
         assert scores is not None
         assert scores.topk is not None
+        assert scores.logprobs is not None
         assert scores.logprobs.shape == (3,)
         assert np.isnan(scores.logprobs[0])
         assert (scores.logprobs[1:] <= 0).all()
@@ -194,6 +220,90 @@ class EngineSuite:
         assert (scores.topk.logprobs[0] == -99999.0).all()
         assert (np.diff(scores.topk.logprobs[1:], axis=1) <= 0).all()
         assert (await sampled(backend.engine, request())).prompt_logprobs == []
+
+    async def test_only_the_last_of_a_prompt(self, backend: Backend, tmp_path: Path) -> None:
+        fields: dict[str, Any] = {"prompt": text(1, 2, 3, 4), "prompt_logprobs": True, "topk_prompt_logprobs": 2}
+        whole = (await sampled(backend.engine, request(**fields))).scores
+        last = (await sampled(backend.engine, request(prompt_logprobs_last_n=2, **fields))).scores
+        assert whole.logprobs is not None
+        assert last.logprobs is not None
+        assert whole.topk is not None
+        assert last.topk is not None
+        assert np.isnan(whole.logprobs).tolist() == [True, False, False, False]
+        assert np.isnan(last.logprobs).tolist() == [True, True, False, False]
+        assert near(last.logprobs[2:].tolist(), whole.logprobs[2:].tolist())
+        assert (last.topk.logprobs[:2] == EMPTY_TOPK[1]).all()
+        assert (last.topk.token_ids[2:] == whole.topk.token_ids[2:]).all()
+
+    @pytest.mark.parametrize("sparse", [False, True])
+    async def test_chosen_tokens_at_a_prompts_positions(self, backend: Backend, tmp_path: Path, sparse: bool) -> None:
+        """Each token is scored as it is when it stands there itself; nothing is said of cells that name none."""
+        wanted = TensorData(data=np.array([-1, 4, 3, -1, 5, 4], np.int64), shape=(2, 3))
+        if sparse:
+            wanted = TensorData(
+                data=np.array([4, 3, 5, 4], np.int64),
+                shape=(2, 3),
+                sparse_crow_indices=np.array([0, 2, 4], np.int64),
+                sparse_col_indices=np.array([1, 2, 1, 2], np.int64),
+            )
+        scores = (await sampled(backend.engine, request(target_prompt_logprobs=wanted))).scores
+        assert scores.logprobs is scores.topk is None, "not asked for"
+        got = scores.target_logprobs
+        assert got is not None
+        assert got.shape == (2, 3)
+        assert got.data.dtype == np.float32
+        assert (got.sparse_crow_indices is None) != sparse
+        expected = [0.0] * len(wanted.data)
+        for row in range(2):
+            for cell in range(*wanted.row_starts()[row : row + 2]):
+                if (token := int(wanted.data[cell])) >= 0:
+                    prompt = text(*[1, 2, 3][: row + 1], token)
+                    alone = await sampled(backend.engine, request(prompt=prompt, prompt_logprobs=True))
+                    expected[cell] = alone.prompt_logprobs[-1]
+        assert near(got.data.tolist(), expected)
+
+    async def test_tokens_drawn_at_a_prompts_positions(self, backend: Backend, tmp_path: Path) -> None:
+        """At the request's temperature, with what each is worth at temperature 1."""
+        for temperature in (1.0, 0.3, 0.0):
+            fields: dict[str, Any] = {"temperature": temperature, "prompt_alt_tokens_k": 20, "topk_prompt_logprobs": 1}
+            scores = (await sampled(backend.engine, request(**fields))).scores
+            again = (await sampled(backend.engine, request(**fields))).scores
+            assert scores.topk is not None
+            assert scores.alt_tokens is not None
+            assert again.alt_tokens is not None
+            tokens, logprobs = scores.alt_tokens.tokens, scores.alt_tokens.logprobs
+            assert tokens.shape == logprobs.shape == (2, 20)
+            assert (tokens.dtype, logprobs.dtype) == (np.int64, np.float32)
+            assert (again.alt_tokens.tokens == tokens).all(), "a seed fixes them"
+            if temperature == 0:
+                assert (tokens == scores.topk.token_ids[1:]).all()
+            else:
+                assert len(set(tokens[0].tolist())) > 1
+            wanted = TensorData(data=tokens.ravel(), shape=(2, 20))
+            worth = (await sampled(backend.engine, request(target_prompt_logprobs=wanted))).scores.target_logprobs
+            assert worth is not None
+            assert near(logprobs.ravel().tolist(), worth.data.tolist())
+
+    async def test_the_likeliest_at_each_sampled_token(self, backend: Backend, tmp_path: Path) -> None:
+        fields: dict[str, Any] = {"num_samples": 2, "temperature": 0.5, "topk_sample_logprobs": 3, "max_tokens": 6}
+        whole = await sampled(backend.engine, request(**fields))
+        pieces = await sampled(backend.engine, request(stream=True, **fields))
+        greedy = await sampled(backend.engine, request(**fields | {"temperature": 0.0, "num_samples": 1}))
+        assert (greedy.topk()[0][:, 0] == greedy.tokens()).all()
+        assert near(greedy.topk()[1][:, 0].tolist(), greedy.logprobs())
+        for sample in range(2):
+            ids, logprobs = whole.topk(sample)
+            assert ids.shape == logprobs.shape == (6, 3)
+            assert (np.diff(logprobs, axis=1) <= 0).all()
+            assert (ids == pieces.topk(sample)[0]).all()
+            for token, logprob, row, values in zip(
+                whole.tokens(sample), whole.logprobs(sample), ids, logprobs, strict=True
+            ):
+                if token in row:  # of the same, scaled distribution
+                    assert math.isclose(values[list(row).index(token)], logprob, abs_tol=TOLERANCE)
+                else:
+                    assert logprob <= values[-1] + TOLERANCE
+        assert all(d.topk_logprobs is None for d in (await sampled(backend.engine, request())).deltas), "not asked for"
 
     async def test_the_sampler_scores_as_the_trainer_does(self, backend: Backend, tmp_path: Path) -> None:
         model = await trained(backend)
@@ -293,6 +403,72 @@ class EngineSuite:
         assert got.tokens() == undisturbed.tokens()
         assert near(got.logprobs(), undisturbed.logprobs())
 
+    # ------------------------------------------------------------------------------------------------ inflight
+    async def test_inflight_goes_on_with_newer_weights(self, backend: Backend, tmp_path: Path) -> None:
+        """Its deltas say since when; a snapshot's request beside it does not notice, nor does another model's."""
+        engine, model = backend.engine, await trained(backend)
+        old = await frozen(model, for_disk=False)
+        await engine.publish(old)
+        other = await frozen(await trained(backend, "other"), for_disk=False)
+        await engine.publish(other)
+        length = backend.facts.max_context_length - 3
+        fixed = await sampled(engine, request(old.version, max_tokens=length, temperature=0.0))
+        await model.train(20, (datum([1, 2, 3, *fixed.tokens()[:8]]),))
+        new = await frozen(model, for_disk=False)
+
+        async def watch(version: Version) -> Sampled:
+            got = Sampled()
+            wanted = request(version, max_tokens=length, temperature=0.0, stream=True, inflight=True)
+            async for delta in engine.sample(wanted):
+                got.deltas.append(delta)
+                if len(got.deltas) == 3 and version == old.version:
+                    await engine.publish(new)
+                    await engine.release(old.version)
+            return got
+
+        beside = asyncio.ensure_future(sampled(engine, request(old.version, max_tokens=length, temperature=0.0)))
+        moved, unmoved = await asyncio.wait_for(asyncio.gather(watch(old.version), watch(other.version)), DEADLINE_S)
+        assert {delta.version for delta in unmoved.deltas} == {other.version}
+        versions = [delta.version for delta in moved.deltas for _ in delta.tokens]
+        assert len(versions) == length
+        assert versions == sorted(versions, key=lambda v: v.number if v is not None else -1)
+        assert set(versions) == {old.version, new.version}
+        crossed = versions.index(new.version)
+        assert crossed >= 3
+        assert moved.tokens()[:crossed] == fixed.tokens()[:crossed]
+        assert not near(moved.logprobs(), fixed.logprobs()), "nothing changed with the weights"
+        assert (await beside).tokens() == fixed.tokens()
+        assert {delta.version for delta in (await beside).deltas} == {old.version}
+
+    async def test_inflight_in_one_piece_has_a_delta_for_each_weights(self, backend: Backend, tmp_path: Path) -> None:
+        engine, model = backend.engine, await trained(backend)
+        old = await frozen(model, for_disk=False)
+        await engine.publish(old)
+        await model.train(1)
+        new = await frozen(model, for_disk=False)
+        context = backend.facts.max_context_length - 3
+        whole = asyncio.ensure_future(sampled(engine, request(old.version, max_tokens=context, inflight=True)))
+        async for _ in engine.sample(request(max_tokens=2, stream=True)):
+            pass  # so that it has begun
+        await engine.publish(new)
+        got = await whole
+        assert len(got.tokens()) == context
+        assert got.ends() == ["length"]
+        assert [delta.version for delta in got.deltas] == [old.version, new.version]
+
+    async def test_inflight_begins_with_the_newest(self, backend: Backend, tmp_path: Path) -> None:
+        engine, model = backend.engine, await trained(backend)
+        refs = []
+        for _ in range(2):
+            refs.append(await frozen(model, for_disk=False))
+            await engine.publish(refs[-1])
+            await model.train(1)
+        old, new = refs
+        got = await sampled(engine, request(old.version, inflight=True))
+        assert {delta.version for delta in got.deltas} == {new.version}
+        assert {delta.version for delta in (await sampled(engine, request(old.version))).deltas} == {old.version}
+        assert {delta.version for delta in (await sampled(engine, request(inflight=True))).deltas} == {None}
+
     # ------------------------------------------------------------------------------------------------ the end of it
     async def test_cancel_ends_a_request_alone(self, backend: Backend, tmp_path: Path) -> None:
         engine = backend.engine
@@ -346,6 +522,13 @@ class EngineSuite:
             ({"prompt": text(1, -1)}, "prompt"),
             ({"num_samples": 0}, "num_samples"),
             ({"topk_prompt_logprobs": 10**4}, "topk_prompt_logprobs"),
+            ({"topk_sample_logprobs": 10**4}, "topk_sample_logprobs"),
+            ({"prompt_alt_tokens_k": 10**4}, "prompt_alt_tokens_k"),
+            ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
+            ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n"),
+            ({"target_prompt_logprobs": targets((1, 1), 4)}, "target_prompt_logprobs"),
+            ({"target_prompt_logprobs": targets((2, 1), 4, 10**6)}, "target_prompt_logprobs"),
+            ({"target_prompt_logprobs": targets((2, 1), -1, -1)}, "target_prompt_logprobs"),
         ],
     )
     async def test_bad_input_is_refused_by_name(

@@ -35,6 +35,8 @@ from descant.ckpt.manifest import (
 )
 from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, adapter_config
 from descant.errors import DescantError, NotFound, Overloaded, ServerError, UserError
+from descant.sample.check import check_scores
+from descant.sample.scores import empty_topk, fill_topk
 from descant.train.check import check_adam, check_forward_backward, dense_inputs, loss_fn_config
 from descant.types import (
     MAX_RANK,
@@ -46,6 +48,7 @@ from descant.types import (
     CreateModel,
     Deleted,
     DeleteModel,
+    EncodedText,
     EngineCapabilities,
     FileEntry,
     ForwardBackward,
@@ -58,6 +61,7 @@ from descant.types import (
     ModelFacts,
     OptimStep,
     OptimStepOutput,
+    PromptAltTokens,
     PromptScores,
     Refused,
     Result,
@@ -448,11 +452,10 @@ class FakeEngine:
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
         self._check(request)
-        weights = None
-        if request.version is not None:
-            weights = self.world.published.get(request.version)
-            if weights is None:
-                raise NotFound(f"{request.version} was never published, or was released")
+        request = self._newest(request)
+        weights = self._weights(request)
+        if request.version is not None and weights is None:
+            raise NotFound(f"{request.version} was never published, or was released")
         if len(self._running) >= self.max_running:
             raise Overloaded(f"{self.max_running} requests are running")
         cancelled = self._running[request.request_id] = asyncio.Event()
@@ -471,20 +474,50 @@ class FakeEngine:
     ) -> AsyncIterator[SampleDelta]:
         tokens, logprobs, reason = self._draw(request, weights, index)
         prompt = self._prompt_scores(request, weights) if index == 0 else None
-        cuts = range(len(tokens)) if request.stream else [len(tokens) - 1]
-        start = 0
-        for last in cuts:
-            await asyncio.sleep(0)
-            yield SampleDelta(
+        told = at = 0
+
+        def delta(end: int) -> SampleDelta:
+            return SampleDelta(
                 request_id=request.request_id,
                 sample=index,
-                tokens=np.asarray(tokens[start : last + 1], np.int32),
-                logprobs=np.asarray(logprobs[start : last + 1], np.float32),
-                stop_reason=reason if last == len(tokens) - 1 else None,
+                tokens=np.asarray(tokens[told:end], np.int32),
+                logprobs=np.asarray(logprobs[told:end], np.float32),
+                stop_reason=reason if end == len(tokens) else None,
                 version=request.version,
                 prompt=prompt,
+                topk_logprobs=self._topk_samples(request, weights, tokens, told, end),
             )
-            prompt, start = None, last + 1
+
+        while at < len(tokens):
+            last = at == len(tokens) - 1
+            if request.stream or request.inflight or last:
+                await asyncio.sleep(0)
+            if at and (newest := self._newest(request)) != request:
+                if told < at:
+                    yield delta(at)
+                    prompt, told = None, at
+                request = newest
+                given = EncodedText(tokens=np.asarray(tokens[:at], np.int32))
+                params = replace(request.sampling_params, max_tokens=len(tokens) - at)
+                rest = replace(request, prompt=(*request.prompt, given), sampling_params=params)
+                weights = self._weights(request)
+                more, more_logprobs, reason = self._draw(rest, weights, index)
+                tokens, logprobs = tokens[:at] + more, logprobs[:at] + more_logprobs
+                last = at == len(tokens) - 1
+            at += 1
+            if request.stream or last:
+                yield delta(at)
+                prompt, told = None, at
+
+    def _weights(self, request: SampleRequest) -> Weights | None:
+        return None if request.version is None else self.world.published.get(request.version)
+
+    def _newest(self, request: SampleRequest) -> SampleRequest:
+        """The request with the version that it is to go on with."""
+        if not request.inflight or request.version is None:
+            return request
+        newer = [v for v in self.world.published if v.model_id == request.version.model_id and v > request.version]
+        return replace(request, version=max(newer)) if newer else request
 
     def _draw(
         self, request: SampleRequest, weights: Weights | None, index: int
@@ -517,20 +550,43 @@ class FakeEngine:
                 return tokens, logprobs, "stop"
         return tokens, logprobs, "length"
 
-    def _prompt_scores(self, request: SampleRequest, weights: Weights | None) -> PromptScores | None:
-        if not request.prompt_logprobs and not request.topk_prompt_logprobs:
+    def _topk_samples(
+        self, request: SampleRequest, weights: Weights | None, tokens: Sequence[int], start: int, end: int
+    ) -> TopK | None:
+        if not (k := request.topk_sample_logprobs):
             return None
+        before = np.asarray([input_tokens(request.prompt)[-1], *tokens], np.int32)[start:end]
+        return _likeliest(self.world.logprobs(weights, before, request.sampling_params.temperature or 1.0), k)
+
+    def _prompt_scores(self, request: SampleRequest, weights: Weights | None) -> PromptScores | None:
         tokens = input_tokens(request.prompt)
         rows = self.world.logprobs(weights, tokens[:-1])
-        scores = np.full(len(tokens), np.nan, np.float32)
-        scores[1:] = rows[np.arange(len(tokens) - 1), tokens[1:]]
-        if not (k := request.topk_prompt_logprobs):
-            return PromptScores(logprobs=scores)
-        ids, values = np.zeros((len(tokens), k), np.int32), np.full((len(tokens), k), -99999.0, np.float32)
-        best = np.argsort(-rows, axis=-1, kind="stable")[:, :k]
-        ids[1:, : best.shape[1]] = best
-        values[1:, : best.shape[1]] = np.take_along_axis(rows, best, -1)
-        return PromptScores(logprobs=scores, topk=TopK(token_ids=ids, logprobs=values))
+        first = len(tokens) - (request.prompt_logprobs_last_n or len(tokens) - 1)
+        logprobs = topk = targets = alternatives = None
+        if request.prompt_logprobs:
+            logprobs = np.full(len(tokens), np.nan, np.float32)
+            logprobs[first:] = rows[np.arange(len(tokens) - 1), tokens[1:]][first - 1 :]
+        if k := request.topk_prompt_logprobs:
+            topk = empty_topk(len(tokens), k)
+            best = _likeliest(rows[first - 1 :], k)
+            fill_topk(topk, first, best.token_ids, best.logprobs)
+        if (wanted := request.target_prompt_logprobs) is not None:
+            owners = np.repeat(np.arange(len(rows)), np.diff(wanted.row_starts()))
+            asked = np.where(wanted.data >= 0, rows[owners, wanted.data.astype(np.int64)], 0.0)
+            targets = replace(wanted, data=asked.astype(np.float32))
+        if k := request.prompt_alt_tokens_k:
+            scaled = self.world.logprobs(weights, tokens[:-1], request.sampling_params.temperature or 1.0)
+            random = np.random.default_rng([request.sampling_params.seed or 0, 10**6])
+            uniform = random.random((len(rows), k, 1))
+            drawn = np.argmax(np.cumsum(np.exp(scaled), axis=-1)[:, None] > uniform * 0.999999, axis=-1)
+            if request.sampling_params.temperature == 0:
+                drawn = np.repeat(rows.argmax(axis=-1)[:, None], k, axis=1)
+            alternatives = PromptAltTokens(
+                tokens=drawn.astype(np.int64), logprobs=np.take_along_axis(rows, drawn, -1).astype(np.float32)
+            )
+        if logprobs is topk is targets is alternatives is None:
+            return None
+        return PromptScores(logprobs=logprobs, topk=topk, target_logprobs=targets, alt_tokens=alternatives)
 
     def _check(self, request: SampleRequest) -> None:
         params, facts, tokens = request.sampling_params, self.world.facts, input_tokens(request.prompt)
@@ -554,11 +610,7 @@ class FakeEngine:
             raise UserError(f"sampling_params.top_p is {params.top_p}, expected above 0 and at most 1")
         if params.top_k != -1 and params.top_k < 1:
             raise UserError(f"sampling_params.top_k is {params.top_k}, expected -1 or at least 1")
-        if not 0 <= request.topk_prompt_logprobs <= self.capabilities.max_topk_prompt_logprobs:
-            raise UserError(
-                f"topk_prompt_logprobs is {request.topk_prompt_logprobs}, expected 0 to "
-                f"{self.capabilities.max_topk_prompt_logprobs}"
-            )
+        check_scores(request, vocab_size=facts.vocab_size, max_topk=self.capabilities.max_topk_prompt_logprobs)
 
     async def publish(self, ref: SnapshotRef) -> None:
         await self.world.hook(ref)
@@ -578,6 +630,13 @@ class FakeEngine:
     async def cancel(self, request_id: str) -> None:
         if (running := self._running.get(request_id)) is not None:
             running.set()
+
+
+def _likeliest(rows: np.ndarray, k: int) -> TopK:
+    best = np.argsort(-rows, axis=-1, kind="stable")[:, :k]
+    topk = empty_topk(len(rows), k)
+    fill_topk(topk, 0, best.astype(np.int32), np.take_along_axis(rows, best, -1).astype(np.float32))
+    return topk
 
 
 # --------------------------------------------------------------------------------------------------------------------

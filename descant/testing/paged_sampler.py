@@ -1,19 +1,23 @@
 """A sampler that keeps what it is given in pages, as the real one keeps keys, and checks them at every step.
 
-Its next token is a pure function of the sequence's whole history as the *pages* tell it, of the version, the seed and
-the draw: a page lost, shared wrongly, or given out twice changes tokens or raises.
+Its next token is a pure function of the sequence's whole history as the *pages* tell it (which token each key was
+computed from, with which version), of the seed and the draw: a page lost, shared wrongly, or given out twice changes
+tokens or raises. A sequence finds its own keys again, and only others' that are of its version throughout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from descant.sample.chance import uniform
-from descant.sample.pages import PAGE_TOKENS
+from descant.sample.drafter import Drafter
+from descant.sample.pages import PAGE_TOKENS, pages_for
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, SequenceStep, StepPlan
-from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, Version
+from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
+from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, TensorData, Version
 
 VOCAB_SIZE = 100
 EOS = 99
@@ -37,8 +41,14 @@ def decode_letters(tokens: Iterable[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-def scheduler(**changes: object) -> Scheduler:
-    return Scheduler(limits(**changes), decode_text=decode_letters, fresh_seed=lambda: 12345)
+def scheduler(*, keeps_prefixes: bool = True, drafter: Drafter | None = None, **changes: object) -> Scheduler:
+    return Scheduler(
+        limits(**changes),
+        decode_text=decode_letters,
+        fresh_seed=lambda: 12345,
+        keeps_prefixes=keeps_prefixes,
+        drafter=drafter,
+    )
 
 
 def request(
@@ -48,8 +58,13 @@ def request(
     num_samples: int = 1,
     version: Version | None = None,
     prompt_logprobs: bool = False,
-    topk_prompt_logprobs: int = 0,
     stream: bool = False,
+    topk_prompt_logprobs: int = 0,
+    topk_sample_logprobs: int = 0,
+    prompt_logprobs_last_n: int | None = None,
+    target_prompt_logprobs: TensorData | None = None,
+    prompt_alt_tokens_k: int = 0,
+    inflight: bool = False,
     **params: object,
 ) -> SampleRequest:
     return SampleRequest(
@@ -60,57 +75,147 @@ def request(
         sampling_params=SamplingParams(**{"seed": 0, "stop": (), **params}),  # type: ignore[arg-type]
         prompt_logprobs=prompt_logprobs,
         topk_prompt_logprobs=topk_prompt_logprobs,
+        topk_sample_logprobs=topk_sample_logprobs,
+        prompt_logprobs_last_n=prompt_logprobs_last_n,
+        target_prompt_logprobs=target_prompt_logprobs,
+        prompt_alt_tokens_k=prompt_alt_tokens_k,
         stream=stream,
+        inflight=inflight,
     )
+
+
+Cell = tuple[Version | None, int, int]
+"""A key: the version and the token that it was computed from, and a number that stands for the keys before it."""
+
+
+def cell_after(before: Cell | None, version: Version | None, token: int) -> Cell:
+    return version, token, hash((before and before[2], version and version.number, token))
 
 
 class PagedFake:
     def __init__(self, num_pages: int, script: dict[int, list[int]] | None = None):
         """``script``: sequence id → the tokens it will draw, instead of the pseudo-random ones."""
-        self.pages: list[list[tuple[object, int] | None]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
+        self.pages: list[list[Cell | None]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
         self.script = script or {}
         self.num_tokens = 0
+        self.drawn: dict[int, list[tuple[Version | None, int]]] = {}
+        """By sequence: its tokens, and with which version each was drawn."""
+        self._own: dict[int, list[Cell]] = {}
+        """By sequence: what must lie in its pages."""
 
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         written: set[tuple[int, int]] = set()
         for step in plan.sequences:
-            for position, token in enumerate(step.tokens, start=step.context):
-                cell = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
-                assert cell not in written, "two sequences write one cell in one step"
-                written.add(cell)
-                self.pages[cell[0]][cell[1]] = (step.version, token)
+            assert step.tokens, "nothing to compute, so no logits to draw from"
+            self._meet(step)
+            own = self._own[step.sequence]
+            for guess in step.draft:
+                own = [*own, cell_after(own[-1], step.version, guess)]
+            for position in range(step.context, len(own)):
+                place = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
+                assert place not in written, "two sequences write one cell in one step"
+                written.add(place)
+                self.pages[place[0]][place[1]] = own[position]
             self.num_tokens += len(step.tokens)
-        return [self._output(step) for step in plan.sequences]
+        return [self._verified(step) for step in plan.sequences]
 
-    def history(self, step: SequenceStep, length: int) -> list[int]:
-        tokens = []
-        for position in range(length):
-            cell = self.pages[step.pages[position // PAGE_TOKENS]][position % PAGE_TOKENS]
-            assert cell is not None, f"position {position} was never computed"
-            assert cell[0] == step.version, "keys of another adapter"
-            tokens.append(cell[1])
-        return tokens
-
-    def _output(self, step: SequenceStep) -> SequenceOutput:
-        history = self.history(step, step.context + len(step.tokens))
-        scores: list[float] = []
-        topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
-        if step.score_targets is not None:
-            scores = [score(history[: step.context + i + 1], t) for i, t in enumerate(step.score_targets)]
-            topk = [(tuple(range(step.topk)), (-1.0,) * step.topk)] * (len(scores) if step.topk else 0)
-        token, logprob = None, 0.0
-        if step.sample:
-            token = self._draw(step, history)
-            logprob = score(history, token)
+    def _verified(self, step: SequenceStep) -> SequenceOutput:
+        """Draws as long as the step's guesses come true, each from the history as the pages tell it."""
+        outputs = [self._output(step)]
+        for place, guess in enumerate(step.draft, start=1):
+            if outputs[-1].tokens != (guess,):
+                break
+            own = self._own[step.sequence]
+            own.append(cell_after(own[-1], step.version, guess))
+            row = replace(step, tokens=(guess,), context=step.context + place, draw=step.draw + place, draft=())
+            outputs.append(self._output(row))
+        if not step.draft:
+            return outputs[0]
         return SequenceOutput(
-            sequence=step.sequence, token=token, logprob=logprob, scores=tuple(scores), topk=tuple(topk)
+            sequence=step.sequence,
+            tokens=tuple(token for output in outputs for token in output.tokens),
+            logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+            topk=tuple(likely for output in outputs for likely in output.topk),
         )
 
-    def _draw(self, step: SequenceStep, history: list[int]) -> int:
+    def _meet(self, step: SequenceStep) -> None:
+        """What its pages hold before it computes is what it computed, or is as if it had now."""
+        own = self._own.setdefault(step.sequence, [])
+        found = self._cells(step, step.context)
+        if found != own:
+            both = min(len(found), len(own))
+            assert [cell and cell[1] for cell in found[:both]] == [cell[1] for cell in own[:both]], "another's tokens"
+            own = []
+            for cell in found:
+                assert cell is not None, "keys that were never computed"
+                own.append(cell_after(own[-1] if own else None, step.version, cell[1]))
+            assert own == found, "keys of another version"
+        own = self._own[step.sequence] = own.copy()
+        for token in step.tokens:
+            own.append(cell_after(own[-1] if own else None, step.version, token))
+
+    def _cells(self, step: SequenceStep, length: int) -> list[Cell | None]:
+        cells: list[Cell | None] = []
+        for page in step.pages[: pages_for(length)]:
+            cells += self.pages[page]
+        return cells[:length]
+
+    def _output(self, step: SequenceStep) -> SequenceOutput:
+        cells = self._own[step.sequence]
+        assert self._cells(step, step.context + len(step.tokens)) == cells, "keys were overwritten in this step"
+        history = [token for _, token, _ in cells]
+        prompt = None if step.prompt is None else self._score(step.prompt, step.context + step.prompt.skip, history)
+        if not step.sample:
+            return SequenceOutput(sequence=step.sequence, prompt=prompt)
+        token = self._draw(step, cells)
+        self.drawn.setdefault(step.sequence, []).append((step.version, token))
+        return SequenceOutput(
+            sequence=step.sequence,
+            tokens=(token,),
+            logprobs=(score(history, token),),
+            topk=((tuple(range(step.topk)), (-1.0,) * step.topk),) if step.topk else (),
+            prompt=prompt,
+        )
+
+    @staticmethod
+    def _score(chunk: PromptChunk, first_row: int, history: list[int]) -> PromptRows:
+        assert chunk.first_row == first_row
+        rows = [history[: first_row + i + 1] for i in range(chunk.num_rows)]
+        logprobs = np.array([score(row, t) for row, t in zip(rows, chunk.targets.tolist(), strict=True)], np.float32)
+        topk_ids = topk_logprobs = cells = drawn = None
+        if chunk.topk:
+            topk_ids = np.tile(np.arange(chunk.topk, dtype=np.int32), (len(rows), 1))
+            topk_logprobs = np.full(topk_ids.shape, -1.0, np.float32)
+        if chunk.row_starts is not None and chunk.token_ids is not None:
+            owners = np.repeat(np.arange(len(rows)), np.diff(chunk.row_starts))
+            pairs = zip(owners.tolist(), chunk.token_ids.tolist(), strict=True)
+            cells = np.array([score(rows[owner], token) for owner, token in pairs], np.float32)
+        if k := chunk.num_drawn:
+            draws = [[(first_row + i) * MAX_ALTERNATIVES + j for j in range(k)] for i in range(len(rows))]
+            drawn = np.array([[int(uniform(chunk.seed, d) * VOCAB_SIZE) for d in row] for row in draws], np.int64)
+        return PromptRows(
+            logprobs=logprobs,
+            topk_ids=topk_ids,
+            topk_logprobs=topk_logprobs,
+            cells=cells,
+            drawn_ids=drawn,
+            drawn_logprobs=None if drawn is None else -drawn.astype(np.float32),
+        )
+
+    def _draw(self, step: SequenceStep, cells: list[Cell]) -> int:
         if step.sequence in self.script:
             return self.script[step.sequence][step.draw]
-        salt = sum((i + 1) * token for i, token in enumerate(history)) + (step.version.number if step.version else 0)
-        return int(uniform(step.seed + salt, step.draw) * VOCAB_SIZE)
+        total = sum(weight(position, version, token) for position, (version, token, _) in enumerate(cells))
+        return next_token(total, step.seed, step.draw)
+
+
+def weight(position: int, version: Version | None, token: int) -> int:
+    """What a key adds to the number that the next token is drawn by."""
+    return (position + 1) * (token + (7 * version.number if version else 0))
+
+
+def next_token(history: int, seed: int, draw: int) -> int:
+    return int(uniform(seed + history, draw) * VOCAB_SIZE)
 
 
 def score(history: list[int], target: int) -> float:
@@ -126,6 +231,9 @@ class Finished:
         self.logprobs: dict[tuple[str, int], list[float]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.prompts: dict[str, PromptScores] = {}
+        self.topk: dict[tuple[str, int], tuple[list[list[int]], list[list[float]]]] = {}
+        self.versions: dict[tuple[str, int], list[Version | None]] = {}
+        """Of each token."""
 
     def take(self, deltas: Iterable[SampleDelta]) -> None:
         for delta in deltas:
@@ -133,6 +241,11 @@ class Finished:
             assert key not in self.reasons, "a delta after the last"
             self.tokens.setdefault(key, []).extend(delta.tokens.tolist())
             self.logprobs.setdefault(key, []).extend(delta.logprobs.tolist())
+            if (topk := delta.topk_logprobs) is not None:
+                ids, values = self.topk.setdefault(key, ([], []))
+                ids += topk.token_ids.tolist()
+                values += topk.logprobs.tolist()
+            self.versions.setdefault(key, []).extend([delta.version] * len(delta.tokens))
             if delta.stop_reason is not None:
                 self.reasons[key] = delta.stop_reason
             if delta.prompt is not None:

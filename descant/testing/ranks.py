@@ -248,4 +248,4 @@ async def tiny_replica_set(
         replicas = [
             await stack.enter_async_context(tiny_replica(directories, settings=settings)) for _ in range(num_replicas)
         ]
-        yield ReplicaSet(replicas, full=settings.max_running)
+        yield ReplicaSet(replicas)

@@ -79,6 +79,7 @@ async def story(replica: Replica, directory: Path) -> Record:
     await record.backward(large, scored(6, 4, 9, 5, 3), "gspo")
     record.take(await output(large.forward(data(8, 9))))
     await record.step(large)
+    await asyncio.to_thread(directory.mkdir, exist_ok=True)
     ref = cast(SnapshotRef, await result(large.snapshot()))
     source = await saved(replica, ref, directory / "large")
     record.gradients = load_file(directory / "large" / OPTIMIZER)  # the first moment is a tenth of the first gradient

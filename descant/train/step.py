@@ -26,10 +26,12 @@ import torch
 from descant.errors import DescantError, NotFound, ServerError, UserError
 from descant.model.base import BaseModel
 from descant.model.head import ChunkLoss, HeadOutput
+from descant.model.limit import Arithmetic, peak_bytes, squares
+from descant.model.lora import LoraPass
 from descant.model.passes import Pass
 from descant.train.batch import Item, Packed, pack, unpack
 from descant.train.check import check_adam, check_forward_backward, loss_fn_config
-from descant.train.loss import sequence_ratio, token_loss
+from descant.train.loss import SEQUENCE_LOSSES, sequence_ratio, token_loss
 from descant.train.optim import adamw
 from descant.types import AdamParams, ForwardBackward, ForwardBackwardOutput, OptimStepOutput, input_length
 
@@ -49,12 +51,15 @@ class Part:
 
 @dataclass(slots=True, kw_only=True)
 class Passes:
-    """What a request's passes were. ``tokens`` are those that were computed for it: shared ones once a pass."""
+    """What a request's passes were. ``tokens`` are those that were computed for it: shared ones once a pass.
+    ``all_tokens`` and ``all_flops`` are the passes' own, whoever they were for."""
 
     count: int = 0
     tokens: int = 0
     adapters: int = 0
     seconds: float = 0.0
+    all_tokens: int = 0
+    all_flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +82,12 @@ class _Request:
     gradient: int | None
     scratch: bool
     passes: Passes = field(default_factory=Passes)
+    done: list[tuple[int, ...]] = field(default_factory=list)
+    """The datums of each pass that is in its gradient."""
     losses: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    finite: bool | None = None
+    """Whether all of its gradient row is, as its last pass found; None: nobody looked."""
     error: DescantError | None = None
 
     def __str__(self) -> str:
@@ -94,17 +103,23 @@ class Learner:
         add_up: Callable[[torch.Tensor], None] | None = None,
         seconds: Callable[[], float] = time.perf_counter,
         share_prefixes: bool = True,
+        matrix_rate: float | None = None,
     ):
         """``computed_as``: losses that are computed as another. ``add_up``: where several ranks share the datums of
         requests, makes of a gradient row the sum of theirs (the same calls on each rank, in the same order).
         ``seconds`` measures how long passes take.
+        ``matrix_rate``: FLOP/s of large products on this device; None: nobody is told the fraction of it.
         ``share_prefixes`` False is for comparing the two."""
         self._model = model
         self._computed_as = computed_as or {}
         self._add_up = add_up
         self._seconds = seconds
         self._share_prefixes = share_prefixes
+        self._matrix_rate = matrix_rate
+        self._arithmetic = Arithmetic.of(model)
         self._open: dict[RequestKey, _Request] = {}
+        self._gradients_touched = False
+        """Whether the pass that runs, or ran last, has begun to write into gradient rows."""
         self._lost: dict[str, str] = {}
         """Why a model's gradient is not whole: the first reason since its last step."""
 
@@ -138,8 +153,9 @@ class Learner:
 
     def run(self, parts: Sequence[Part], *, backward: bool = False) -> None:
         """One forward (and backward) pass over the datums of ``parts``. A datum whose loss is not finite marks its
-        request as failed and adds nothing. An exception from torch (out of memory) fails all requests of the pass:
-        it is kept, and raised by each one's ``close``; the learner stays usable.
+        request as failed and adds nothing. After an exception from torch (out of memory) the pass is run again in
+        parts: what fails alone fails its request, whose ``close`` says so, and the others' gradients are whole (with
+        the last bits of smaller passes).
 
         Where the base's layers are sharded, all ranks run all layers alike: ``backward`` says whether any rank's pass
         goes backward now, a rank without datums makes an empty pass, and an exception is raised, since the others wait
@@ -159,7 +175,8 @@ class Learner:
         opened = self._open[request]
         if opened.error is None and opened.gradient is not None:
             try:
-                _check_finite(self._model.bank.gradient_row(opened.rank_class, opened.gradient), "the gradient")
+                row = self._model.bank.gradient_row(opened.rank_class, opened.gradient)
+                _check_finite(_is_finite(row) if opened.finite is None else opened.finite, "the gradient")
             except UserError as error:
                 opened.error = error
         return Contribution(losses=opened.losses, logprobs=opened.logprobs, passes=opened.passes, error=opened.error)
@@ -172,7 +189,8 @@ class Learner:
 
         Metrics besides ``loss:sum``: ``tokens:sum`` as given, ``tokens_computed:sum`` (what datums of a pass begin with
         in common is computed once), ``microbatches:sum``, ``compute_ms:sum`` of those passes, which others may have
-        shared, and ``adapters_in_pass:max``."""
+        shared, and ``adapters_in_pass:max``. ``tokens_per_s:mean`` and ``fraction_of_limit:mean`` (``model.limit``) are
+        of these passes as a whole; ``memory_bytes:max`` is what this process has taken of the device at most."""
         if contributions is None:
             contributions = [self.contribution(request)]
         opened = self._open.pop(request)
@@ -202,6 +220,7 @@ class Learner:
                 "microbatches:sum": float(sum(part.count for part in passes)),
                 "compute_ms:sum": 1000 * max(part.seconds for part in passes),
                 "adapters_in_pass:max": float(max(part.adapters for part in passes)),
+                **self._speed(passes),
             },
         )
 
@@ -272,6 +291,17 @@ class Learner:
             self._discard(self._open.pop(key))
         self._lost.pop(model_id, None)
 
+    def _speed(self, passes: Sequence[Passes]) -> dict[str, float]:
+        """Of one's passes, or of those that several ranks made of theirs at a time."""
+        metrics = {"memory_bytes:max": float(peak_bytes(self._model.device))}
+        seconds = max(part.seconds for part in passes)
+        if seconds > 0:
+            metrics["tokens_per_s:mean"] = sum(part.all_tokens for part in passes) / seconds
+            if self._matrix_rate is not None:
+                rate = sum(part.all_flops for part in passes) / seconds
+                metrics["fraction_of_limit:mean"] = rate / (len(passes) * self._matrix_rate)
+        return metrics
+
     # ---------------------------------------------------------------------------------------------- gradient rows
     def _own_row_holder(self, model_id: str) -> _Request | None:
         for key, opened in self._open.items():
@@ -307,7 +337,7 @@ class Learner:
         else:
             row.add_(own)
             if alone:
-                _check_finite(row, "the sum of this gradient and those before it")
+                _check_finite(_is_finite(row), "the sum of this gradient and those before it")
             own.copy_(row)
             bank.free_scratch(opened.rank_class, opened.gradient)
         adapter.gradient_free = False
@@ -352,43 +382,92 @@ class Learner:
         return items
 
     def _run_pass(self, items: Sequence[Item], *, backward: bool = False) -> None:
+        """One pass, or after a failure as many as it takes to find whose fault it was: first each request by itself,
+        then each datum of the one that fails. What fails alone fails its request; the others end as if it had never
+        been there."""
         items = [item for item in items if self._runs(item.request)]
         if not items:
             if self._model.sharded:
                 self._model.empty_pass(backward=backward)
             return
+        self._gradients_touched = False
+        failure = self._attempt(items, backward=backward)
+        if failure is None:
+            return
+        # Out here nothing holds the activations of the pass any more, as the exception's traceback did.
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if len(items) == 1:
+            [item] = items
+            self._open[item.request].error = ServerError(f"data[{item.index}], alone in its pass, {failure}")
+            return
+        touched, requests = self._gradients_touched, {item.request: self._open[item.request] for item in items}
+        for request, opened in requests.items():
+            own = [item for item in items if item.request == request]
+            again = self._undo(opened) if touched else []
+            for datums in again:
+                self._run_pass(self._items([Part(request=request, datum=datum) for datum in datums]))
+            for group in [own] if len(requests) > 1 else [[item] for item in own]:
+                self._run_pass(group)
+
+    def _undo(self, opened: _Request) -> list[tuple[int, ...]]:
+        """A failed pass may have left a part of its gradient in the request's row: empties it, and returns the passes
+        that were in it, to be run again."""
+        if opened.gradient is not None:
+            self._model.bank.gradient_row(opened.rank_class, opened.gradient).zero_()
+            done, opened.done = opened.done, []
+            return done
+        return []
+
+    def _attempt(self, items: Sequence[Item], *, backward: bool) -> str | None:
+        """One pass. What went wrong, if something did: then it counts for none of its requests. Raises it where the
+        base's layers are sharded."""
         began = self._seconds()
         try:
             packed = pack(items, self._model.device, share=self._share_prefixes)
-            loss_P, logprobs_PK = self._forward_backward(packed, backward=backward)
+            loss_P, logprobs_PK, finite = self._forward_backward(packed, backward=backward)
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
             if self._model.sharded:
                 raise
             logger.exception("a pass of %d datums failed", len(items))
-            for item in items:
-                self._open[item.request].error = ServerError(f"a shared pass of {len(items)} datums {_what(error)}")
-            return
+            return _what(error)
         seconds = self._seconds() - began
         for item, places, logprobs in zip(packed.items, packed.places, unpack(packed, logprobs_PK), strict=True):
             opened = self._open[item.request]
             loss_L = loss_P[places]
             opened.losses[item.index] = float(loss_L.sum(dtype=np.float64))
             opened.logprobs[item.index] = logprobs
+            opened.finite = finite.get(item.request)
             if opened.error is None and not math.isfinite(opened.losses[item.index]):
                 opened.error = _not_finite(item, loss_L, logprobs)
-        adapters = len({item.row for item in packed.items})
+        adapters, flops = len({item.row for item in packed.items}), self._flops(packed)
         for request in {item.request for item in packed.items}:
             passes = self._open[request].passes
             passes.count += 1
             passes.seconds += seconds
+            passes.all_tokens += len(packed.tokens_T)
+            passes.all_flops += flops
             passes.adapters = max(passes.adapters, adapters)
+            self._open[request].done.append(tuple(item.index for item in packed.items if item.request == request))
         for item, computed in zip(packed.items, packed.seq_lens, strict=True):
             self._open[item.request].passes.tokens += computed
+        return None
 
-    def _forward_backward(self, packed: Packed, *, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-        """float32 loss [P], NaN where it or its derivative is not finite, and log-probabilities [P, K]. Gradients have
-        gone into the segments' rows. ``backward``: the layers' backward runs, even if no segment wants a gradient."""
+    def _flops(self, packed: Packed) -> float:
+        flops, arithmetic = 0.0, self._arithmetic
+        for item, tokens, square in zip(packed.items, packed.seq_lens, squares(packed.seq_lens, packed.prefixes)):
+            lora_params = arithmetic.lora_params(self._model.bank.lora(item.row))
+            flops += arithmetic.flops(tokens, lora_params * tokens, square, backward=item.gradient is not None)
+        return flops
+
+    def _forward_backward(
+        self, packed: Packed, *, backward: bool
+    ) -> tuple[np.ndarray, np.ndarray, dict[RequestKey, bool]]:
+        """float32 loss [P], NaN where it or its derivative is not finite, log-probabilities [P, K], and whether the
+        gradients are finite of those requests that are complete with this pass. Gradients have gone into the segments'
+        rows. ``backward``: the layers' backward runs, even if no segment wants a gradient. The device is waited for
+        once, at the end."""
         through_layers, backward = backward, backward or any(s.gradient is not None for s in packed.segments)
         loss_P = torch.zeros(len(packed.targets_PK), dtype=torch.float32, device=self._model.device)
         with torch.set_grad_enabled(backward):
@@ -400,20 +479,64 @@ class Learner:
                     hidden_TD, packed.targets_PK, lora, loss=loss, tokens_P=packed.place_tokens_P
                 )
 
-            ratio_P = None
-            if packed.sequence_P is not None or not backward:
-                head = logprobs(None)
-                ratio_P = _sequence_ratio(packed, head.logprobs_PK)
-            chunk_loss = _chunk_loss(packed, loss_P, ratio_P)
             if backward:
-                head = logprobs(chunk_loss)
+                logprobs_PK = self._logprobs_of_sequence_losses(packed, hidden_TD, lora)
+                self._gradients_touched = True
+                head = logprobs(_chunk_loss(packed, loss_P, _sequence_ratio(packed, logprobs_PK)))
                 if head.dhidden_TD is not None and hidden_TD.requires_grad:  # not with adapters on the unembedding only
                     hidden_TD.backward(head.dhidden_TD)
                 elif through_layers:
                     hidden_TD.backward(torch.zeros_like(hidden_TD))
             else:
+                head = logprobs(None)
+                chunk_loss = _chunk_loss(packed, loss_P, _sequence_ratio(packed, head.logprobs_PK))
                 chunk_loss(slice(0, len(loss_P)), head.logprobs_PK)
-        return loss_P.cpu().numpy(), head.logprobs_PK.detach().cpu().numpy()
+            complete = self._complete_with(packed.items)
+            extremes = [
+                torch.stack(torch.aminmax(self._model.bank.gradient_row(opened.rank_class, opened.gradient)))
+                for opened in complete.values()
+                if opened.gradient is not None
+            ]
+            results = torch.cat([loss_P, head.logprobs_PK.flatten(), *extremes]).cpu().numpy()
+        loss, chosen, rest = np.split(results, np.cumsum([loss_P.numel(), head.logprobs_PK.numel()]))
+        finite = np.isfinite(rest.reshape(-1, 2)).all(axis=1).tolist()  # NaN in, NaN out
+        return loss, chosen.reshape(head.logprobs_PK.shape), dict(zip(complete, finite, strict=True))
+
+    def _complete_with(self, items: Sequence[Item]) -> dict[RequestKey, _Request]:
+        """The requests with a gradient of whose datums none is missing when these are done."""
+        done: dict[RequestKey, set[int]] = {}
+        for item in items:
+            done.setdefault(item.request, set()).add(item.index)
+        opened = {request: self._open[request] for request in done}
+        return {
+            request: opened
+            for request, opened in opened.items()
+            if opened.gradient is not None and len(done[request] | opened.losses.keys()) == len(opened.command.data)
+        }
+
+    def _logprobs_of_sequence_losses(
+        self, packed: Packed, hidden_TD: torch.Tensor, lora: LoraPass | None
+    ) -> torch.Tensor:
+        """float32 [P, K] where a loss needs all of a sequence's before its first derivative; 0 elsewhere, where no
+        logits are made for it."""
+        logprobs_PK = hidden_TD.new_zeros(packed.targets_PK.shape, dtype=torch.float32)
+        for span in packed.loss_spans:
+            if span.loss_fn not in SEQUENCE_LOSSES:
+                continue
+            # A token's places have one loss: those of a span are all places of the tokens between its first and last.
+            tokens_P, start, end = packed.place_tokens_P, span.start, span.end
+            if tokens_P is not None:
+                tokens_P = tokens_P[span.start : span.end]
+                start, end = int(tokens_P[0]), int(tokens_P[-1]) + 1
+                tokens_P = tokens_P - start
+            head = self._model.head.logprobs(
+                hidden_TD[start:end],
+                packed.targets_PK[span.start : span.end],
+                None if lora is None else lora.select(range(start, end)),
+                tokens_P=tokens_P,
+            )
+            logprobs_PK[span.start : span.end] = head.logprobs_PK
+        return logprobs_PK
 
 
 def _sequence_ratio(packed: Packed, logprobs_PK: torch.Tensor) -> torch.Tensor | None:
@@ -463,9 +586,13 @@ def _not_finite(item: Item, loss_L: np.ndarray, logprobs: np.ndarray) -> UserErr
     )
 
 
-def _check_finite(row: torch.Tensor, what: str) -> None:
+def _is_finite(row: torch.Tensor) -> bool:
     lowest, highest = torch.aminmax(row)  # NaN in, NaN out
-    if not bool(lowest.isfinite() & highest.isfinite()):
+    return bool(lowest.isfinite() & highest.isfinite())
+
+
+def _check_finite(finite: bool, what: str) -> None:
+    if not finite:
         raise UserError(f"{what} is not finite, expected finite numbers, although the loss of every datum is")
 
 

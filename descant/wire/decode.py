@@ -65,18 +65,19 @@ def decode_forward_backward(
 ) -> ForwardBackward:
     """A ``ForwardBackwardRequest``.
 
-    Raises ``Malformed`` (naming the field) when its place is known, with ``answer_at_once`` for chunks that are not
-    served yet, and ``UserError`` for bytes that are no such message or have no place.
+    Raises ``Malformed`` (naming the field) when its place is known, also of bytes that are no such message but begin
+    like one, with ``answer_at_once`` for chunks that are not served yet; ``UserError`` for what has no place.
     """
     message = pb.ForwardBackwardRequest()
     try:
         plain = decompress(body, content_encoding, max_bytes=max_bytes)
-    except TooLarge as error:
-        raise oversized_forward_backward(body[:PREFIX_BYTES], content_encoding, error.message) from None
+    except UserError as error:
+        raise unread_forward_backward(body[:PREFIX_BYTES], content_encoding, error.message) from None
     try:
         message.ParseFromString(plain)
     except DecodeError:
-        raise UserError("the body is not a protobuf ForwardBackwardRequest") from None
+        sentence = "the body is not a protobuf ForwardBackwardRequest"
+        raise unread_forward_backward(plain[:PREFIX_BYTES], None, sentence) from None
     if not 1 <= len(message.model_id) <= 512:
         raise UserError(f"model_id has {len(message.model_id)} characters, expected 1 to 512")
     if message.seq_id < 1:
@@ -213,8 +214,9 @@ def _loss_fn_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str
     return config
 
 
-def oversized_forward_backward(prefix: bytes, content_encoding: str | None, message: str) -> UserError:
-    """The refusal of a ForwardBackwardRequest too large to read: with its place, if its ``PREFIX_BYTES`` tell it.
+def unread_forward_backward(prefix: bytes, content_encoding: str | None, message: str) -> UserError:
+    """The refusal of a ForwardBackwardRequest that is too large or too broken to read: with its place, if its
+    ``PREFIX_BYTES`` tell it, so that what was sent after it does not wait for it.
 
     ``model_id`` and ``seq_id`` are the first two fields, and writers write fields in order. Whether it was a backward
     is told further on, so the gradient counts as lost.

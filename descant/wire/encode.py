@@ -25,6 +25,7 @@ from descant.types import (
     SampledSequence,
     SampleOutput,
     SamplerWeightsSaved,
+    TensorData,
     TopK,
     WeightsLoaded,
     WeightsSaved,
@@ -151,17 +152,37 @@ def _sample_response(output: SampleOutput) -> pb.SampleResponse:
 
 
 def _sequence(sequence: SampledSequence) -> pb.SampledSequence:
-    return pb.SampledSequence(
+    message = pb.SampledSequence(
         stop_reason=_STOP_REASONS[sequence.stop_reason],
         tokens=sequence.tokens.astype("<i4", copy=False).tobytes(),
         logprobs=sequence.logprobs.astype("<f4", copy=False).tobytes(),
     )
+    if sequence.topk_logprobs is not None:
+        message.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk_logprobs))
+    return message
 
 
 def _write_prompt(response: pb.SampleResponse, prompt: PromptScores) -> None:
-    response.prompt_logprobs = prompt.logprobs.astype("<f4", copy=False).tobytes()
+    if prompt.logprobs is not None:
+        response.prompt_logprobs = prompt.logprobs.astype("<f4", copy=False).tobytes()
     if prompt.topk is not None:
         response.topk_prompt_logprobs.CopyFrom(_topk(prompt.topk))
+    if prompt.target_logprobs is not None:
+        response.target_prompt_logprobs.CopyFrom(_tensor(prompt.target_logprobs))
+    if (alt := prompt.alt_tokens) is not None:
+        response.prompt_alt_tokens.tokens.CopyFrom(_tensor(TensorData(data=alt.tokens, shape=alt.tokens.shape)))
+        response.prompt_alt_tokens.logprobs.CopyFrom(_tensor(TensorData(data=alt.logprobs, shape=alt.logprobs.shape)))
+
+
+def _tensor(tensor: TensorData) -> pb.Tensor:
+    message = pb.Tensor(dtype=_DTYPES[tensor.data.dtype], shape=tensor.shape)
+    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+        message.dense = tensor.data.tobytes()
+    else:
+        message.sparse_csr.values = tensor.data.tobytes()
+        message.sparse_csr.crow_indices = tensor.sparse_crow_indices.astype("<i8", copy=False).tobytes()
+        message.sparse_csr.col_indices = tensor.sparse_col_indices.astype("<i8", copy=False).tobytes()
+    return message
 
 
 def _topk(topk: TopK) -> pb.TopkLogprobs:

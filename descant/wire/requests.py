@@ -24,8 +24,10 @@ from descant.errors import UserError
 MAX_SEQ_ID = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_NUM_SAMPLES = 1024
-MAX_TOPK_PROMPT_LOGPROBS = 1024
+MAX_TOPK = 1024
 """Bounds on what one small body may make us allocate; an engine's own limits are lower."""
+MAX_TARGET_CELLS = 1 << 20
+"""Prompt tokens that one request may ask the log-probability of, beside its own."""
 
 Id = Annotated[str, Field(min_length=1, max_length=512)]
 SeqId = Annotated[int, Field(ge=0, le=MAX_SEQ_ID)]
@@ -264,8 +266,8 @@ class SaveWeightsForSamplerRequest(OrderedRequest):
     seq_id: SeqId
     path: str | None = None
     sampling_session_seq_id: SeqId | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
-    """``inflight`` clients may be given "those or newer weights": a snapshot is those."""
+    kind: Literal["snapshot", "inflight"] | None = None
+    """Of the ephemeral form. None: clients older than the word."""
     ttl_seconds: int | None = None
 
     @model_validator(mode="after")
@@ -420,6 +422,46 @@ class SamplingParams(Request):
         )
 
 
+Index = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+class TargetTokens(Request):
+    """A ``TensorData`` of token ids, int64 [N - 1, K], dense or CSR; -1: none."""
+
+    data: Annotated[list[Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)]], Field(max_length=MAX_TARGET_CELLS)]
+    dtype: Literal["int64"]
+    shape: Annotated[list[Index], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: list[Index] | None = None
+    sparse_col_indices: list[Index] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TargetTokens:
+        rows, cols = self.shape
+        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
+            if self.sparse_crow_indices is not None or self.sparse_col_indices is not None:
+                raise ValueError("has one of sparse_crow_indices and sparse_col_indices, expected both or neither")
+            if len(self.data) != rows * cols:
+                raise ValueError(f"has {len(self.data)} elements, expected {rows * cols} by shape {self.shape}")
+            return self
+        crow, col = np.array(self.sparse_crow_indices), np.array(self.sparse_col_indices)
+        if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != len(self.data) or (np.diff(crow) < 0).any():
+            raise ValueError(
+                f"has {len(crow)} sparse_crow_indices, expected {rows + 1} that rise from 0 to {len(self.data)}"
+            )
+        if len(col) != len(self.data) or (col >= cols).any():
+            raise ValueError(f"has {len(col)} sparse_col_indices, expected {len(self.data)} from 0 to {cols - 1}")
+        return self
+
+    def to_tensor(self) -> types.TensorData:
+        sparse = self.sparse_crow_indices is not None
+        return types.TensorData(
+            data=np.array(self.data, np.int64),
+            shape=tuple(self.shape),
+            sparse_crow_indices=np.array(self.sparse_crow_indices, np.int64) if sparse else None,
+            sparse_col_indices=np.array(self.sparse_col_indices, np.int64) if sparse else None,
+        )
+
+
 class SampleRequest(Request):
     sampling_session_id: Id
     seq_id: SeqId
@@ -427,16 +469,20 @@ class SampleRequest(Request):
     prompt: Prompt
     sampling_params: SamplingParams = SamplingParams()
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK_PROMPT_LOGPROBS)] = 0
-    topk_sample_logprobs: Annotated[int | None, AfterValidator(_served(0, None))] = 0
-    target_prompt_logprobs: Annotated[Any, AfterValidator(_served(None))] = None
-    prompt_alt_tokens_k: Annotated[int | None, AfterValidator(_served(0, None))] = 0
-    prompt_logprobs_last_n: Annotated[int | None, AfterValidator(_served(None))] = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = 0
+    target_prompt_logprobs: TargetTokens | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     record_stability_info: Annotated[bool | None, AfterValidator(_served(False, None))] = None
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Futures
+
+
+class CancelFutureRequest(Request):
+    request_id: Id
 
 
 class RetrieveFutureRequest(Request):

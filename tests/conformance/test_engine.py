@@ -99,7 +99,7 @@ class PromptEveryTime(Altered):
 
 class FirstScoreIsZero(Altered):
     def alter(self, delta: SampleDelta) -> list[SampleDelta]:
-        if delta.prompt is None:
+        if delta.prompt is None or delta.prompt.logprobs is None:
             return [delta]
         return [replace(delta, prompt=replace(delta.prompt, logprobs=np.nan_to_num(delta.prompt.logprobs)))]
 
@@ -175,6 +175,35 @@ class CutsTheStop(FakeEngine):
         return (tokens[:-1], logprobs[:-1], reason) if reason == "stop" else (tokens, logprobs, reason)
 
 
+class ScoresAll(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, prompt_logprobs_last_n=None)
+
+
+class AsksOneRowLater(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        if (wanted := request.target_prompt_logprobs) is None:
+            return request
+        return replace(request, target_prompt_logprobs=replace(wanted, data=np.roll(wanted.data, 1)))
+
+
+class DrawsAtOne(Requested):
+    """Tokens at the prompt's positions, at temperature 1 whatever it was."""
+
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        if not request.prompt_alt_tokens_k:
+            return request
+        return replace(request, sampling_params=replace(request.sampling_params, temperature=1.0))
+
+
+class NeverTheLikeliest(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        if delta.topk_logprobs is None:
+            return [delta]
+        topk = delta.topk_logprobs
+        return [replace(delta, topk_logprobs=replace(topk, logprobs=topk.logprobs * 2))]
+
+
 class ScoresTheBase(FakeEngine):
     def _prompt_scores(self, request: SampleRequest, weights: Weights | None) -> PromptScores | None:
         return super()._prompt_scores(request, None)
@@ -232,6 +261,30 @@ class ReadsBadly(FakeEngine):
         await super().publish(ref)
         if ref.directory is not None:
             self.world.published[ref.version].b *= 0.5
+
+
+class NeverMoves(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, inflight=False)
+
+
+class MovesEverybody(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, inflight=True)
+
+
+class SaysTheOldVersion(FakeEngine):
+    async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
+        async for delta in super().sample(request):
+            yield replace(delta, version=request.version)
+
+
+class MovesInNameOnly(FakeEngine):
+    async def publish(self, ref: SnapshotRef) -> None:
+        await super().publish(ref)
+        older = [v for v in self.world.published if v.model_id == ref.version.model_id and v < ref.version]
+        if older:
+            self.world.published[ref.version] = self.world.published[max(older)]
 
 
 class CancelsAll(FakeEngine):
@@ -295,6 +348,11 @@ class ChecksVaguely(FakeEngine):
         (OneTemperatureScores, "test_logprobs_are_of_the_scaled_distribution", ()),
         (PromptEveryTime, "test_prompt_scores_come_once", ()),
         (FirstScoreIsZero, "test_prompt_scores_come_once", ()),
+        (ScoresAll, "test_only_the_last_of_a_prompt", ()),
+        (AsksOneRowLater, "test_chosen_tokens_at_a_prompts_positions", (False,)),
+        (AsksOneRowLater, "test_chosen_tokens_at_a_prompts_positions", (True,)),
+        (DrawsAtOne, "test_tokens_drawn_at_a_prompts_positions", ()),
+        (NeverTheLikeliest, "test_the_likeliest_at_each_sampled_token", ()),
         (ScoresTheBase, "test_the_sampler_scores_as_the_trainer_does", ()),
         (NoVersion, "test_a_version_is_served_from_publish_to_release", (True,)),
         (ServesTheUnpublished, "test_a_version_is_served_from_publish_to_release", (True,)),
@@ -305,6 +363,13 @@ class ChecksVaguely(FakeEngine):
         (ForgetsWithTheModel, "test_a_version_outlives_its_model", ()),
         (ReadsBadly, "test_a_version_from_a_checkpoint_is_the_one_that_was_saved", ()),
         (ReleasesTheRunning, "test_a_release_leaves_running_requests_alone", ()),
+        (NeverMoves, "test_inflight_goes_on_with_newer_weights", ()),
+        (MovesEverybody, "test_inflight_goes_on_with_newer_weights", ()),
+        (MovesInNameOnly, "test_inflight_goes_on_with_newer_weights", ()),
+        (SaysTheOldVersion, "test_inflight_in_one_piece_has_a_delta_for_each_weights", ()),
+        (StreamsAlways, "test_inflight_in_one_piece_has_a_delta_for_each_weights", ()),
+        (NeverMoves, "test_inflight_begins_with_the_newest", ()),
+        (MovesEverybody, "test_inflight_begins_with_the_newest", ()),
         (CancelsNothing, "test_cancel_ends_a_request_alone", ()),
         (CancelsAll, "test_cancel_ends_a_request_alone", ()),
         (Leaks, "test_closing_the_iterator_cancels", ()),

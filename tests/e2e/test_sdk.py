@@ -17,14 +17,22 @@ import pytest
 import tinker
 import torch
 from tinker import types
+from tinker._base_client import AsyncAPIClient
 
 from descant.testing.server import END_S, Server, serve
 from descant.testing.tiny import MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
 
 KEY = "tml-alice"
 
-SETTINGS = ("rank.device=cpu", "rank.dtype=float32", "rank.max_version_bytes=100000", "rank.max_host_bytes=100000")
-"""Room for two published versions in the bank, and for about two more in host memory."""
+SETTINGS = (
+    "rank.device=cpu",
+    "rank.dtype=float32",
+    "rank.max_version_bytes=100000",
+    "rank.max_host_bytes=100000",
+    "service.max_training_bytes=100000",
+)
+"""Room for two published versions in the bank, and for about two more in host memory; and for the data of some 5000
+tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +225,57 @@ def test_sampling(training: tinker.TrainingClient, service: tinker.ServiceClient
     assert base.sample(prompt(), 1, greedy).result(END_S).sequences[0].tokens != before.sequences[0].tokens
 
 
+def test_scores_of_prompts_and_samples(training: tinker.TrainingClient):
+    step(training, [datum(9, 1)])
+    sampler = training.save_weights_and_get_sampling_client().result(END_S)
+    asked = prompt(30)
+    tokens = asked.to_ints()
+    whole = sampler.compute_logprobs(asked).result(END_S)
+    end = sampler.compute_logprobs(asked, prompt_logprobs_last_n=4).result(END_S)
+    assert end[:26] == [None] * 26
+    np.testing.assert_allclose(end[26:], whole[26:], atol=1e-4)
+
+    ids = torch.full((29, 3), -1)
+    ids[:, 1] = torch.tensor(tokens[1:])
+    ids[28, 2] = 5
+    for target in (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1)):
+        response = sampler.sample(asked, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=target).result(
+            END_S
+        )
+        assert response.prompt_logprobs is None
+        assert response.target_prompt_logprobs is not None
+        got = response.target_prompt_logprobs.to_torch()
+        assert got.shape == (29, 3)
+        assert (got[ids < 0] == 0).all()
+        np.testing.assert_allclose(got[:, 1], whole[1:], atol=1e-4)
+        other = sampler.compute_logprobs(types.ModelInput.from_ints([*tokens[:29], 5])).result(END_S)
+        assert float(got[28, 2]) == pytest.approx(other[-1], abs=1e-4)
+
+    params = types.SamplingParams(max_tokens=6, temperature=0.5, seed=1, stop=[])
+    response = sampler.sample(asked, 2, params, topk_sample_logprobs=4, prompt_alt_tokens_k=3).result(END_S)
+    assert response.prompt_alt_tokens is not None
+    drawn, drawn_logprobs = response.prompt_alt_tokens.tokens.to_torch(), response.prompt_alt_tokens.logprobs.to_torch()
+    assert drawn.shape == drawn_logprobs.shape == (29, 3)
+    scored = sampler.sample(
+        asked, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=types.TensorData.from_torch(drawn)
+    ).result(END_S)
+    assert scored.target_prompt_logprobs is not None
+    np.testing.assert_allclose(drawn_logprobs, scored.target_prompt_logprobs.to_torch(), atol=1e-4)
+    for sequence in response.sequences:
+        assert sequence.topk_logprobs is not None
+        assert sequence.logprobs is not None
+        assert len(sequence.topk_logprobs) == 6
+        for token, logprob, likely in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+            assert likely is not None
+            assert len(likely) == 4
+            assert dict(likely).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
+
+    with pytest.raises(tinker.BadRequestError, match="topk_sample_logprobs is 21, expected 0 to 20"):
+        sampler.sample(asked, 1, params, topk_sample_logprobs=21).result(END_S)
+    with pytest.raises(tinker.RequestFailedError, match="prompt_logprobs_last_n is 30, expected 1 to 29"):
+        sampler.compute_logprobs(asked, prompt_logprobs_last_n=30).result(END_S)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Several people
 
@@ -383,6 +442,28 @@ def test_pipelined_steps_keep_their_order(service: tinker.ServiceClient, model: 
     for _ in range(4):
         step(patient, data)
     np.testing.assert_array_equal(logprobs(eager, data), logprobs(patient, data))
+
+
+def test_more_data_than_are_taken_at_a_time_all_arrive(
+    service: tinker.ServiceClient, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    client = service.create_lora_training_client(model, rank=8, seed=0).result(END_S)
+    answered: list[int] = []
+    should_retry = AsyncAPIClient._should_retry
+
+    def remember(self: AsyncAPIClient, response: httpx.Response) -> bool:
+        answered.append(response.status_code)
+        return should_retry(self, response)
+
+    monkeypatch.setattr(AsyncAPIClient, "_should_retry", remember)
+    length = min(250, MAX_CONTEXT_LENGTH)
+    batches = [[datum(length, 10 * number + seed) for seed in range(4000 // length)] for number in range(3)]
+    sent = [client.forward_backward(batch, "cross_entropy") for batch in batches]
+    update = client.optim_step(types.AdamParams(learning_rate=1e-2))
+    outputs = [future.result(END_S) for future in sent]
+    assert [len(output.loss_fn_outputs) for output in outputs] == [len(batch) for batch in batches]
+    assert update.result(END_S).metrics
+    assert 429 in answered
 
 
 def test_a_gradient_is_a_sum_however_it_is_sent(service: tinker.ServiceClient, model: str):

@@ -50,6 +50,29 @@ def test_training_equals_the_cpus(dtype: torch.dtype, tolerance: float, rule: An
         assert (got - want).abs().max() <= tolerance * want.abs().max()
 
 
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("lengths", [(256, 256, 256), (320,), (0, 320, 320)])
+def test_sequences_of_one_length_equal_the_cpus(lengths: tuple[int, ...], head_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int) -> torch.Tensor:
+        x = torch.randn(1, sum(lengths), heads, head_size, generator=generator)
+        return x.to(torch.bfloat16).transpose(1, 2)
+
+    given, grad_out = [random(heads) for heads in (6, 2, 2)], random(6).transpose(1, 2)
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device).requires_grad_() for x in given]
+        plan = Pass(seq_lens=lengths)
+        out = call(inputs, plan, {})
+        grads = torch.autograd.grad(out, inputs, grad_out.to(device))
+        results.append([x.cpu().float() for x in (out.detach(), *grads)])
+        if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+            assert plan.cache["one_length"] == max(lengths)
+    for want, got in zip(*results):
+        assert (got - want).abs().max() <= 2e-2 * want.abs().max()
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 @torch.no_grad()

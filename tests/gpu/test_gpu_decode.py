@@ -148,6 +148,32 @@ def test_compiled_layers_draw_the_same(load: Callable[..., BaseModel], arch: str
         np.testing.assert_allclose(plain.logprobs[name, 0], fused.logprobs[name, 0], atol=1e-4)
 
 
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_after_the_start_nothing_is_compiled_or_captured_for_the_base(
+    load: Callable[..., BaseModel], arch: str
+) -> None:
+    """Prefill and decode steps of any number of rows, tokens and adapters are the programs made at the start."""
+    from torch._dynamo.utils import counters
+
+    model = load(arch, torch.bfloat16, compile=False)
+    _, versions = publish(model)
+    sampler = Sampler(model, num_pages=64, max_rows=32)
+    sampler.warm_up()
+    assert sampler._decode is not None
+    programs, graphs = counters["stats"]["unique_graphs"], set(sampler._decode._graphs)
+    assert programs > 0
+    assert sorted(key.rows for key in graphs) == [8, 16, 32]
+    for count in (1, 9, 20):  # short enough for a piece each
+        sample(model, {f"base{n}": (None, prompt(n % 3)) for n in range(count)}, sampler=sampler)
+        assert set(sampler._decode._graphs) == graphs
+    who: dict[str, tuple[Version | None, np.ndarray]] = {
+        f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()
+    }
+    sample(model, who, sampler=sampler)
+    assert set(sampler._decode._graphs) > graphs
+    assert counters["stats"]["unique_graphs"] == programs
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_decode_steps_and_compiled_training_leave_each_other_alone(
     load: Callable[..., BaseModel], compiled: bool

@@ -127,6 +127,21 @@ def test_sampled_logprobs_equal_the_trainers(
     assert np.concatenate(differences).mean() <= tolerance
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_recomputed_layers_change_nothing(load: Callable[..., BaseModel], compile: bool) -> None:
+    model = load("qwen3", "cuda", torch.bfloat16, compile=compile)
+    assert model.activations is not None
+    assert model.activations.layer > model.activations.input > 0
+    found = []
+    for free in (float("inf"), 0.0):
+        model.free_bytes = lambda free=free: free  # type: ignore[method-assign]
+        for name in ADAPTERS:
+            model.bank.delete(name)
+        found.append(gradients(model))
+    for name in ADAPTERS:
+        assert relative(found[1][name], found[0][name]) <= 1e-2, name
+
+
 def test_neighbours_change_nothing_of_weight(load: Callable[..., BaseModel]) -> None:
     alone, together = (studio_of(load("llama", "cuda", torch.float32)) for _ in range(2))
     alone.run(alone.command("c", datum(70, 3), datum(9, 4)))

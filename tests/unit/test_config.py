@@ -102,3 +102,9 @@ def test_a_loss_without_a_definition_is_computed_as_the_operator_says():
     assert load_settings().losses.computed_as() == {}
     settings = load_settings(overrides=["losses.stable_reinforce=cispo"])
     assert settings.losses.computed_as() == {"stable_reinforce": "cispo"}
+
+
+def test_guesses_and_the_same_bits_every_time_exclude_each_other():
+    with pytest.raises(UserError, match=r"rank\.drafter is 'ngram' and rank\.deterministic is true"):
+        load_settings(None, ["rank.drafter=ngram", "rank.deterministic=true"])
+    assert load_settings(None, ["rank.drafter=ngram", "rank.draft_tokens=6"]).rank.draft_tokens == 6

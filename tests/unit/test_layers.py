@@ -54,7 +54,13 @@ MAY_NOT_IMPORT: Mapping[str, set[str]] = {
     "ranks": WEB | SQL | {"tinker", "click", "rich"},
 }
 
-CUDA_KERNELS = {"descant.model.decode_lora", "descant.model.paged_attention", "descant.sample.draw_kernel"}
+CUDA_KERNELS = {
+    "descant.model.decode_lora",
+    "descant.model.lora_kernels",
+    "descant.model.paged_attention",
+    "descant.model.swiglu_kernel",
+    "descant.sample.draw_kernel",
+}
 """Imported where they are used, on CUDA: they need Triton, which comes with PyTorch there and only there."""
 
 

@@ -93,6 +93,23 @@ def test_logprobs_of_a_pass_without_backward_equal_those_with(load: Callable[...
         assert (torch.from_numpy(output.loss_fn_outputs[0]["logprobs"]) - want).abs().max() <= 1e-5
 
 
+def test_recomputed_layers_have_the_same_graphs(load: Callable[..., BaseModel]) -> None:
+    model = load(torch.float32, compile=True)
+    found = []
+    before = counters["stats"]["unique_graphs"]
+    for layers in (0, 1, 2):
+        studio = fresh(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model, "_recomputed_layers", lambda num_tokens, layers=layers: layers)
+            studio.run(*some_commands(studio, list(RANKS)))
+        found.append({name: studio.gradient(name) for name in RANKS})
+    assert counters["stats"]["unique_graphs"] == before
+    for name in RANKS:
+        assert found[0][name].norm() > 0
+        for again in found[1:]:
+            assert relative(again[name], found[0][name]) <= 1e-6, name
+
+
 def test_no_pass_makes_another_graph(load: Callable[..., BaseModel]) -> None:
     studio = fresh(load(torch.float32, compile=True))
     before = counters["stats"]["unique_graphs"]

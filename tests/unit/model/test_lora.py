@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import ServerError
 from descant.model import decode
 from descant.model.bank import AdapterBank, LoraSite
-from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped
-from descant.model.passes import KVPool, Pass, Segment
+from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped, lora_add, lora_forward
+from descant.model.passes import Pass, Segment
 from descant.types import LoraConfig
 
 torch.set_num_threads(1)
@@ -352,6 +352,32 @@ def test_bf16_rows_do_not_depend_on_their_neighbours(num_rows: int) -> None:
     assert torch.equal(whole[7 : 7 + num_rows], part)
 
 
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_few_tokens_have_the_bits_that_they_have_among_many(length: int) -> None:
+    """A single row's product takes another path, whose sums differ where there are many input features."""
+    site = LoraSite(name="layers.0.down_proj", group="mlp", in_features=4096, out_features=256)
+    bank = AdapterBank((site,), device=torch.device("cpu"), dtype=torch.bfloat16)
+    bank.create("m", LoraConfig(rank=32, seed=0))
+    randomise(bank, "m", seed=0)
+    generator = torch.Generator().manual_seed(0)
+    x_TI, y_TO = (torch.randn(480, size, generator=generator).bfloat16() for size in (4096, 256))
+
+    def outputs(x_TI: torch.Tensor, y_TO: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        segments = tuple(segment(bank, "m", end - n, end, None) for end, n in zip(ends, lengths))
+        lora = LoraPass.of(Pass(seq_lens=tuple(lengths), segments=segments), bank)
+        assert lora is not None
+        y_TO = y_TO.clone()
+        added_TO = y_TO.clone()
+        lora_forward(x_TI, [y_TO], (0,), lora)
+        lora_add(x_TI, [added_TO], (0,), lora)
+        assert torch.equal(added_TO, y_TO)
+        return y_TO
+
+    many_TO = outputs(x_TI, y_TO, [480])
+    assert torch.equal(outputs(x_TI, y_TO, [length] * (480 // length)), many_TO)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_cuda_grouped_products_are_chosen_and_equal_the_loop() -> None:
@@ -508,17 +534,14 @@ def test_a_decode_step_without_adapters_is_the_base(joined: bool) -> None:
     want = [layer.base(x) for layer in layers]
     if joined:
         MultiLoraLinear.join(layers)
-    offsets = {
-        layer.sites: decode.site_offsets(bank, [8, 16], layer.sites, torch.device("cpu"))
-        for layer in decode.linears(network)
-    }
-    assert list(offsets) == ([(0, 1, 2)] if joined else [(0,), (1,), (2,)])
-    decode.bind(network, KVPool(keys=(), values=()), offsets)
-    for layer in layers:
-        where = [[(bank.layout(c).a_offset[s], bank.layout(c).b_offset[s]) for s in layer.sites] for c in (8, 16)]
-        assert layer.decode_offsets is not None
-        assert layer.decode_offsets.tolist() == [[list(pair) for pair in pairs] for pairs in where]
-    channel.current = decode.DecodeAdapters(classes=())
+    products = decode.products(network)
+    assert products == ({(0, 1, 2)} if joined else {(0,), (1,), (2,)})
+    for rank_class in (8, 16):
+        layout = bank.layout(rank_class)
+        for sites, offsets in decode.site_offsets(bank, rank_class, products, torch.device("cpu")).items():
+            assert offsets.tolist() == [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
+    step = decode.PagedStep(attention=Pass(seq_lens=(TOKENS,)), adapters=())
+    channel.current = step
     with torch.no_grad():
         got = [layer(x) for layer in layers]
     assert channel.given is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -429,3 +431,74 @@ def test_a_blank_adapter_is_zero_even_on_used_memory() -> None:
     bank.delete("a")
     bank.create("b", LoraConfig(rank=8), blank=True)
     assert all(row.count_nonzero() == 0 for row in state(bank, "b"))
+
+
+def written_ahead(directory: Path) -> tuple[AdapterBank, dict[str, list[torch.Tensor]], list[str]]:
+    """One adapter in rows, three on the host, which has room for no more; and the threads that write files."""
+    bank = make_bank(1, max_host_bytes=3 * 12 * row_elements(), spill_dir=directory)
+    assert bank._spill is not None
+    threads: list[str] = []
+    write_file = bank._spill.write
+
+    def spy(name: str, tensors: Mapping[str, torch.Tensor]) -> Path:
+        threads.append(threading.current_thread().name)
+        return write_file(name, tensors)
+
+    bank._spill.write = spy  # type: ignore[method-assign]
+    expected = {}
+    for name in "abcd":
+        bank.create(name, LoraConfig(rank=8))
+        expected[name] = write(bank, name, torch.Generator(), pending=False)
+    assert bank.stats()["adapters_host"] == 3
+    return bank, expected, threads
+
+
+def test_what_the_host_must_give_up_is_written_ahead(tmp_path: Path) -> None:
+    bank, expected, threads = written_ahead(tmp_path)
+    for _ in range(3):  # one is enough for now, and it is written once
+        bank.prefetch([], keep=["d"])
+        writing = bank["a"].writing
+        assert writing is not None
+        writing.result(timeout=10)
+    assert bank.stats()["adapters_disk"] == 0, "nobody needed the room yet"
+    bank.create("e", LoraConfig(rank=8))
+    bank.weights("e")
+    assert [name for name in "abcd" if bank[name].file is not None] == ["a"]
+    assert [name.startswith("descant-spill") for name in threads] == [True]
+    assert bank.stats()["adapters_disk"] == len(list(tmp_path.iterdir())) == 1
+    for name, rows in expected.items():
+        assert equal(state(bank, name), rows)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_was_written_ahead_is_forgotten_when_it_comes_back(tmp_path: Path, begun: bool) -> None:
+    bank, expected, _ = written_ahead(tmp_path)
+    assert bank._spill is not None
+    release = threading.Event()
+    if not begun:
+        bank._spill._executor().submit(release.wait, 10)
+    bank.prefetch([], keep=["d"])
+    writing = bank["a"].writing
+    assert writing is not None
+    if begun:
+        writing.result(timeout=10)
+    assert equal(state(bank, "a"), expected["a"])
+    release.set()
+    assert writing.cancelled() != begun
+    assert (bank["a"].writing, bank["a"].file) == (None, None)
+    expected["a"] = write(bank, "a", torch.Generator().manual_seed(1), pending=True)
+    for name, rows in expected.items():
+        assert equal(state(bank, name), rows)
+
+
+def test_what_could_not_be_written_ahead_is_written_when_there_is_room(tmp_path: Path) -> None:
+    spill = tmp_path / "spill"
+    bank, expected, _ = written_ahead(spill)
+    spill.rmdir()
+    bank.prefetch([], keep=["d"])
+    writing = bank["a"].writing
+    assert writing is not None
+    assert isinstance(writing.exception(timeout=10), ServerError)
+    spill.mkdir()
+    for name, rows in expected.items():
+        assert equal(state(bank, name), rows)

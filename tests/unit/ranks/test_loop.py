@@ -108,6 +108,19 @@ async def test_tokens_are_sampled_while_training_goes_on(rank: tuple[Replica, Se
     assert "mm" not in kinds[kinds.index("s") : kinds.rindex("s")], kinds
 
 
+async def test_its_numbers_are_told_between_turns(rank: tuple[Replica, Seen]) -> None:
+    replica, _ = rank
+    model = Model(replica)
+    await result(model.create())
+    before = await replica.stats()
+    asked = request(max_tokens=5)
+    await sampled(replica, asked)
+    after = await replica.stats()
+    assert after["sample_prefilled_tokens"] - before["sample_prefilled_tokens"] == 3
+    assert after["sample_running"] == after["sample_waiting"] == 0
+    assert after["adapters"] == 1
+
+
 async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> None:
     """Of a budget of 40: 30, with no room for 21; then 21 and three times 2 (an eighth), with no room for 16."""
     made: list[Seen] = []

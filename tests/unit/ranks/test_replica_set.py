@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
-from descant.ports import Engine, Progress, Trainer
+from descant.ports import Engine, Measured, Progress, Trainer
 from descant.ranks.replica_set import Member, ReplicaSet
 from descant.testing.clock import settle
 from descant.testing.engine import Sampled, request, sampled
@@ -54,7 +54,7 @@ class SmallReplica:
     def _begin(self) -> None:
         self.world = FakeWorld(hook=self._call_hook)
         self._trainer, self._engine = FakeTrainer(self.world), FakeEngine(self.world)
-        self.facts, self.capabilities = self.world.facts, self._engine.capabilities
+        self.facts, self.capabilities = self.world.facts, replace(self._engine.capabilities, max_running=FULL)
         self.alive = self.serving = True
 
     async def _call_hook(self, what: object) -> None:
@@ -115,6 +115,10 @@ class SmallReplica:
     async def cancel(self, request_id: str) -> None:
         await self._engine.cancel(request_id)
 
+    async def stats(self) -> Mapping[str, float]:
+        self._check()
+        return {"adapters": len(self.world.adapters), "sample_running": 1}
+
     def running(self) -> str:
         return self._trainer.running()
 
@@ -137,7 +141,7 @@ class Replicas(ReplicaSet):
 
     def __init__(self, num_replicas: int, scratch: Path):
         self.small = [SmallReplica() for _ in range(num_replicas)]
-        super().__init__(cast(Sequence[Member], self.small), full=FULL, scratch=scratch, now=lambda: 0.0)
+        super().__init__(cast(Sequence[Member], self.small), scratch=scratch, now=lambda: 0.0)
 
     def where(self, model: Model) -> list[int]:
         return [index for index, small in enumerate(self.small) if model.model_id in small.world.adapters]
@@ -181,6 +185,17 @@ def test_it_is_all_that_a_replica_is(two: Replicas) -> None:
     assert isinstance(two, Trainer)
     assert isinstance(two, Engine)
     assert isinstance(two, Progress)
+    assert isinstance(two, Measured)
+
+
+async def test_its_numbers_are_those_of_all_that_serve(two: Replicas) -> None:
+    await asyncio.gather(*(two.model(f"m{i}") for i in range(3)))
+    assert await two.stats() == {"adapters": 3, "sample_running": 2, "replicas_serving": 2}
+    two.small[0].die()
+    left = len(two.small[1].world.adapters)
+    assert await two.stats() == {"adapters": left, "sample_running": 1, "replicas_serving": 1}
+    two.small[0].serving = True  # its death has not been noticed yet
+    assert (await two.stats())["adapters"] == left
 
 
 async def test_models_are_spread_and_their_commands_follow(two: Replicas) -> None:
@@ -648,7 +663,7 @@ async def test_moved_and_copied_adapters_are_the_same_on_real_ranks(tmp_path_fac
             await result(models[1].step())
         ref = await ephemeral(models[1])
         await both.publish(ref)
-        count = 3 * both._full if moves else 1
+        count = 3 * both.capabilities.max_running if moves else 1
 
         async def sample() -> Sampled:
             while True:  # as a client does

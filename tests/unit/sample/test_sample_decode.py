@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from descant.sample.decode import _Calls
+from descant.sample.decode import _Calls, _Inputs, _Layout, _Stage
 
 
 class Double(nn.Module):
@@ -39,3 +39,23 @@ def test_layers_call_what_is_theirs_for_a_while(compiled: bool) -> None:
         assert (layer._compiled_call_impl is not None) == compiled
         assert "forward" not in layer.__dict__
     assert calls == (["graph"] if compiled else []), "training's graph serves both layers and stays"
+
+
+def test_the_room_for_pieces_doubles_and_what_is_left_of_it_does_nothing() -> None:
+    layout = _Layout(rows=8, width=10, max_pieces=8 * 5)
+    stage = _Stage(layout, 99, pinned=False)
+
+    def fill(positions: list[int]) -> int:
+        stage.numpy["positions"][:8] = positions
+        return stage.fill_pieces(8, 128)
+
+    assert fill([0, 5, 128, 127, 1, 2, 3, 4]) == 8
+    assert sorted(stage.numpy["pieces"][:8, 0]) == list(range(8)), "rows without a sequence have their piece, too"
+    assert fill([0, 5, 129, 127, 1, 2, 3, 4]) == 16
+    assert list(stage.numpy["pieces"][9:16, 0]) == [-1] * 7
+    assert list(stage.numpy["parts"][2]) == [0, 2]
+    assert fill([639] * 8) == 40, "no more than the longest sequences need"
+    inputs = _Inputs(layout, torch.device("cpu"))
+    assert inputs.used_bytes(40) == inputs.buffer.nbytes
+    inputs.fields["pieces"][15:] = 7
+    assert int(inputs.buffer[: inputs.used_bytes(16)].sum()) == 5 * 7, "one of these pieces is among the sixteen"

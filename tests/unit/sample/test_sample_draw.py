@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from descant.sample.chance import stream_seed, uniform
-from descant.sample.draw import RowParams, draw, normaliser, score
+from descant.sample.draw import RowParams, alternatives, draw, likeliest, normaliser
 
 NUM_DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.0, 1.0, 0.5, 0.0, -0.5, -1.0, -1.0, -2.0, -3.0, -6.0, -torch.inf])
@@ -164,17 +164,29 @@ def test_a_row_that_is_not_finite_says_so_and_harms_no_other() -> None:
             assert ((tokens >= 0) & (tokens < 300)).all()
 
 
-def test_scores_and_alternatives() -> None:
+def test_the_likeliest_tokens() -> None:
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(5))
-    targets = torch.tensor([0, 29, 3, 4, 5])
-    logprobs, ids, top = score(logits, targets, 3)
-    reference = logits.log_softmax(1)
-    torch.testing.assert_close(logprobs, reference[torch.arange(5), targets], atol=1e-6, rtol=0)
-    assert ids is not None
-    assert top is not None
-    torch.testing.assert_close(top, reference.topk(3, dim=1).values, atol=1e-6, rtol=0)
-    torch.testing.assert_close(reference.gather(1, ids), top, atol=1e-6, rtol=0)
-    assert score(logits, targets, 0)[1] is None
-    wide = score(logits, targets, 99)[1]
-    assert wide is not None
-    assert wide.shape == (5, 30)
+    temperatures = [1.0, 0.5, 2.0, 0.0, 1.0]
+    ids, logprobs = likeliest(logits, temperatures, 3)
+    reference = (logits / torch.tensor([t or 1.0 for t in temperatures])[:, None]).log_softmax(1)
+    torch.testing.assert_close(logprobs, reference.topk(3, dim=1).values, atol=1e-6, rtol=0)
+    torch.testing.assert_close(reference.gather(1, ids), logprobs, atol=1e-6, rtol=0)
+    assert likeliest(logits, temperatures, 99)[0].shape == (5, 30)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_alternatives_follow_the_scaled_distribution_and_tell_the_plain_one(temperature: float) -> None:
+    numbers = torch.tensor([uniform(stream_seed(2, 0), i) for i in range(NUM_DRAWS)], dtype=torch.float64)
+    logits = LOGITS.expand(4, -1)
+    ids, logprobs = alternatives(logits, temperature, numbers.view(4, -1))
+    torch.testing.assert_close(logprobs, LOGITS.log_softmax(0)[ids], atol=1e-6, rtol=0)
+    if temperature == 0:
+        assert (ids == 0).all()
+        return
+    counts = torch.bincount(ids.reshape(-1), minlength=len(LOGITS)).double()
+    expected = torch.tensor(exact(LOGITS, temperature), dtype=torch.float64) * NUM_DRAWS
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    assert stats.chisquare(counts[kept].numpy(), expected[kept].numpy()).pvalue > 0.001
+    one, _ = alternatives(logits[:1], temperature, numbers[:3][None])
+    assert one[0].tolist() == ids[0, :3].tolist(), "a draw is its uniform number's alone"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from descant.errors import Overloaded, ServerError, UserError
 from descant.sample.pages import PAGE_TOKENS, PageAllocator
 from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput
+from descant.sample.scores import PromptScorer
 from descant.testing.paged_sampler import EOS, VOCAB_SIZE, Finished, PagedFake, decode_letters, request, run, scheduler
-from descant.types import EncodedText, SampleRequest, Version
+from descant.types import EncodedText, PromptScores, SampleRequest, TensorData, Version
 
 
 def assert_nothing_left(s: Scheduler) -> None:
@@ -25,8 +27,8 @@ def assert_nothing_left(s: Scheduler) -> None:
     assert s.plan() is None
 
 
-def alone(entry: SampleRequest, **limits: object) -> Finished:
-    s = scheduler(**{"num_pages": 64, **limits})
+def alone(entry: SampleRequest, *, keeps_prefixes: bool = True, **limits: object) -> Finished:
+    s = scheduler(keeps_prefixes=keeps_prefixes, **{"num_pages": 64, **limits})
     s.add(entry)
     return run(s, PagedFake(64))
 
@@ -231,6 +233,169 @@ def test_a_shared_prompt_outlives_a_moment_without_running_samples() -> None:
     assert s.stats()["prefilled_tokens"] == 130 + 5 * 2
 
 
+# ----------------------------------------------------------------------------------------------------------- prefixes
+V1, V2 = (Version(model_id="m", number=number) for number in (1, 2))
+LONG = [i % 90 for i in range(200)]
+
+
+def computed(s: Scheduler, fake: PagedFake, *entries: SampleRequest) -> int:
+    """Prompt tokens computed for these requests, side by side; they end as they would alone."""
+    before = s.stats()["prefilled_tokens"]
+    for entry in entries:
+        s.add(entry)
+    finished = run(s, fake)
+    for entry in entries:
+        expected = alone(entry, keeps_prefixes=False)
+        for key, tokens in expected.tokens.items():
+            assert (finished.tokens[key], finished.logprobs[key]) == (tokens, expected.logprobs[key])
+    return s.stats()["prefilled_tokens"] - before
+
+
+def test_a_prefix_is_computed_once_a_version() -> None:
+    s, fake = scheduler(), PagedFake(64)
+    assert computed(s, fake, request("a", LONG, max_tokens=3)) == 200
+    assert computed(s, fake, request("b", LONG, max_tokens=3)) == 200 - 3 * 64
+    assert computed(s, fake, request("c", [*LONG[:130], 7, 8], max_tokens=3)) == 132 - 2 * 64
+    assert computed(s, fake, request("d", [7, *LONG], max_tokens=3)) == 201
+    assert computed(s, fake, request("e", LONG, max_tokens=3, version=V1)) == 200
+    assert computed(s, fake, request("f", LONG, max_tokens=3, version=V2)) == 200
+    assert computed(s, fake, request("g", LONG, max_tokens=3, version=V1)) == 200 - 3 * 64
+    assert s.stats()["hit_tokens"] == (3 + 2 + 3) * 64
+    assert_nothing_left(s)
+
+
+def test_the_last_token_is_computed_though_its_page_is_there() -> None:
+    s, fake = scheduler(), PagedFake(64)
+    assert [computed(s, fake, request(name, LONG[:128], max_tokens=3)) for name in "ab"] == [128, 64]
+
+
+def test_the_next_turn_of_a_conversation_goes_on_from_the_last() -> None:
+    s, fake = scheduler(), PagedFake(64)
+    first = request("first", LONG[:60], max_tokens=80)
+    s.add(first)
+    said = run(s, fake).tokens["first", 0]
+    assert computed(s, fake, request("second", [*LONG[:60], *said, 5, 6], max_tokens=2)) == 142 - 2 * 64
+
+
+def test_what_is_being_computed_is_waited_for() -> None:
+    s, fake = scheduler(step_tokens=70), PagedFake(64)
+    entries = [request(name, LONG, max_tokens=3) for name in "abc"]
+    assert computed(s, fake, *entries) == 200 + 2 * (200 - 3 * 64)
+
+
+def test_a_request_that_ends_halfway_lets_others_compute_the_rest() -> None:
+    s, fake = scheduler(step_tokens=70), PagedFake(64)
+    s.add(request("gone", LONG, max_tokens=3))
+    s.add(request("other", LONG, max_tokens=3))
+    plan = s.plan()
+    assert plan is not None
+    assert len(plan.sequences) == 1
+    s.apply(plan, fake.step(plan))
+    s.cancel("gone")
+    assert run(s, fake).tokens["other", 0] == alone(request("other", LONG, max_tokens=3)).tokens["other", 0]
+    assert s.stats()["prefilled_tokens"] == 70 + 200 - 64
+
+
+def test_who_wants_scores_computes_the_prompt_anyway() -> None:
+    s, fake = scheduler(), PagedFake(64)
+    assert computed(s, fake, request("a", LONG, max_tokens=3)) == 200
+    assert computed(s, fake, request("b", LONG, max_tokens=3, num_samples=2, prompt_logprobs=True)) == 200 + 8
+
+
+def test_kept_pages_are_given_out_last_first_used_first_and_before_anybody_is_preempted() -> None:
+    s, fake = scheduler(num_pages=8), PagedFake(8)
+    old, young = LONG[:130], [7, *LONG[:130]]
+    for name, prompt in (("old", old), ("young", young)):
+        assert computed(s, fake, request(name, prompt, max_tokens=2)) == len(prompt)
+    assert s.stats()["kept_pages"] == 4
+    assert computed(s, fake, request("wide", [3] * 330, max_tokens=2)) == 330  # 6 pages: 4 blank, 2 of them kept
+    assert s.stats()["preemptions"] == 0
+    assert computed(s, fake, request("young again", young, max_tokens=2)) == 131 - 2 * 64
+    assert computed(s, fake, request("old again", old, max_tokens=2)) == 130
+
+
+def test_the_prefixes_of_a_version_go_with_it() -> None:
+    s, fake = scheduler(), PagedFake(64)
+    for version in (V1, V2):
+        computed(s, fake, request("a", LONG, max_tokens=2, version=version))
+    assert s.stats()["kept_pages"] == 6
+    s.release(V1)
+    assert s.stats()["kept_pages"] == 3
+    s.add(request("b", [*LONG, 1], max_tokens=70, version=V2))
+    fake.step(plan := s.plan())
+    s.release(V2)  # while it runs
+    assert s.stats()["kept_pages"] == 0
+    s.apply(plan, fake.step(plan))
+    run(s, fake)
+    assert s.stats()["kept_pages"] == 0
+    assert_nothing_left(s)
+
+
+# ----------------------------------------------------------------------------------------------------------- versions
+def begin(s: Scheduler, fake: PagedFake, num_steps: int, finished: Finished) -> None:
+    for _ in range(num_steps):
+        plan = s.plan()
+        assert plan is not None
+        finished.take(s.apply(plan, fake.step(plan)))
+
+
+def test_a_request_moves_between_two_steps_and_says_when() -> None:
+    s, fake, finished = scheduler(), PagedFake(64), Finished()
+    s.add(request("moves", LONG, num_samples=2, max_tokens=70, version=V1, inflight=True))
+    s.add(request("stays", LONG, max_tokens=70, version=V1))
+    begin(s, fake, 5, finished)
+    assert s.followers(V1) == []
+    assert s.followers(V2) == ["moves"]
+    assert s.followers(Version(model_id="other", number=2)) == []
+    finished.take(s.move("moves", V2))
+    assert s.followers(V2) == []
+    assert s.versions() == {V1, V2}
+    run(s, fake, finished)
+    assert finished.versions["moves", 0] == [V1] * 5 + [V2] * 65
+    assert finished.versions["stays", 0] == [V1] * 70
+    assert s.stats()["crossings"] == 2
+    before = s.stats()["hit_tokens"]
+    s.add(request("new", [*LONG, 1], max_tokens=1, version=V2))
+    run(s, fake)
+    assert s.stats()["hit_tokens"] == before, "keys of both versions were taken for one's"
+    assert_nothing_left(s)
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["moved, then preempted", "preempted, then moved"])
+def test_what_a_preempted_request_computes_anew_is_of_one_version(running: bool) -> None:
+    s, fake = scheduler(num_pages=4), PagedFake(4)
+    old = request("old", [1] * 60, max_tokens=120, version=V1)
+    late = request("late", [2] * 60, max_tokens=100, version=V1, inflight=True)
+    for entry in (old, late):
+        s.add(entry)
+    finished = Finished()
+    begin(s, fake, 5, finished)
+    while not running and not s.stats()["preemptions"]:
+        begin(s, fake, 1, finished)
+    finished.take(s.move("late", V2))
+    assert s.stats()["crossings"] == running
+    run(s, fake, finished)
+    versions = finished.versions["late", 0]
+    assert set(versions) == {V1, V2}
+    assert s.stats()["kept_pages"] >= 2
+    s.add(request("again", [*[2] * 60, *finished.tokens["late", 0]], max_tokens=1, version=V2))
+    before = s.stats()["hit_tokens"]
+    run(s, fake)
+    assert s.stats()["hit_tokens"] == before + 128, "what was computed anew with one version was not kept"
+
+
+def test_who_waits_for_a_prefix_does_not_wait_for_another_version_of_it() -> None:
+    s, fake = scheduler(step_tokens=70), PagedFake(64)
+    s.add(request("moves", LONG, max_tokens=300, version=V1, inflight=True))
+    s.add(request("waits", LONG, max_tokens=1, version=V1))
+    finished = Finished()
+    begin(s, fake, 1, finished)
+    finished.take(s.move("moves", V2))
+    begin(s, fake, 6, finished)
+    assert ("waits", 0) in finished.reasons
+    assert finished.tokens["waits", 0] == alone(request("waits", LONG, max_tokens=1, version=V1)).tokens["waits", 0]
+
+
 def test_preemption_takes_the_youngest_and_changes_no_token() -> None:
     s, fake = scheduler(num_pages=4), PagedFake(4)
     entries = [request(name, prompt=[i + 1] * 60, max_tokens=120, seed=i) for i, name in enumerate("abc")]
@@ -324,6 +489,19 @@ def test_scores_survive_preemption_and_are_asked_for_once() -> None:
     np.testing.assert_array_equal(finished.prompts["scored"].logprobs, alone(scored).prompts["scored"].logprobs)
 
 
+def test_scores_of_a_prompts_end_are_those_of_the_whole() -> None:
+    prompt = [i % 90 for i in range(300)]
+    whole = alone(request(prompt=prompt, max_tokens=2, prompt_logprobs=True)).prompts["r"].logprobs
+    s, fake = scheduler(num_pages=12), PagedFake(12)
+    s.add(request(prompt=prompt, max_tokens=70, num_samples=2, prompt_logprobs=True, prompt_logprobs_last_n=20))
+    finished = run(s, fake)
+    scores = finished.prompts["r"].logprobs
+    assert scores is not None
+    assert whole is not None
+    assert np.isnan(scores[:280]).all()
+    np.testing.assert_array_equal(scores[280:], whole[280:])
+
+
 def test_nobody_who_did_not_ask_gets_scores() -> None:
     assert alone(request(prompt=[1] * 100, max_tokens=2)).prompts == {}
 
@@ -400,7 +578,7 @@ def test_one_sequences_error_fails_its_request_alone(version: Version | None, er
     s.add(good)
     plan = s.plan()
     outputs = fake.step(plan)
-    outputs[1] = SequenceOutput(sequence=outputs[1].sequence, token=None, logprob=0.0, error="logits are not finite")
+    outputs[1] = SequenceOutput(sequence=outputs[1].sequence, error="logits are not finite")
     finished = Finished()
     finished.take(s.apply(plan, outputs))
     [(request_id, failure)] = s.take_failures()
@@ -452,6 +630,8 @@ entries = st.builds(
     seed=st.integers(0, 3),
     stop=st.sampled_from([None, (), (), (7,), ("ab", "qz")]),
     prompt_logprobs=st.booleans(),
+    prompt_alt_tokens_k=st.integers(0, 2),
+    topk_sample_logprobs=st.integers(0, 2),
     stream=st.booleans(),
     version=st.sampled_from([None, Version(model_id="m", number=1), Version(model_id="m", number=2)]),
 )
@@ -508,8 +688,8 @@ def test_whatever_happens_every_request_ends_as_it_would_alone(
             assert finished.tokens[key] == expected.tokens[key]
             assert finished.logprobs[key] == expected.logprobs[key]
             assert finished.reasons[key] == expected.reasons[key]
-        if entry.prompt_logprobs:
-            np.testing.assert_array_equal(finished.prompts[request_id].logprobs, expected.prompts[request_id].logprobs)
+        assert_same_scores(finished.prompts.get(request_id), expected.prompts.get(request_id))
+        assert {key: topk for key, topk in finished.topk.items() if key[0] == request_id} == expected.topk
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -531,7 +711,7 @@ def test_under_pressure_every_request_ends_as_it_would_alone(seed: int) -> None:
                     num_samples=chance.choice([1, 2, 3]),
                     max_tokens=chance.choice([2, 20, 70, 110]),
                     seed=seed,
-                    prompt_logprobs=chance.random() < 0.5,
+                    **_random_scores(chance, length),
                 )
             )
             s.add(added[-1])
@@ -540,13 +720,42 @@ def test_under_pressure_every_request_ends_as_it_would_alone(seed: int) -> None:
         if plan is not None:
             finished.take(s.apply(plan, fake.step(plan)))
     assert_nothing_left(s)
-    assert set(finished.prompts) == {entry.request_id for entry in added if entry.prompt_logprobs}
+    assert set(finished.prompts) == {entry.request_id for entry in added if PromptScorer.asked_for(entry)}
     for entry in added:
         expected = alone(entry)
         for sample in range(entry.num_samples):
             key = (entry.request_id, sample)
             assert (finished.tokens[key], finished.logprobs[key]) == (expected.tokens[key], expected.logprobs[key])
-        if entry.prompt_logprobs:
-            np.testing.assert_array_equal(
-                finished.prompts[entry.request_id].logprobs, expected.prompts[entry.request_id].logprobs
-            )
+        assert_same_scores(finished.prompts.get(entry.request_id), expected.prompts.get(entry.request_id))
+
+
+def _random_scores(chance: random.Random, length: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {"prompt_logprobs": chance.random() < 0.5}
+    if fields["prompt_logprobs"] and chance.random() < 0.5:
+        fields["prompt_logprobs_last_n"] = chance.randint(1, length - 1)
+        fields["topk_prompt_logprobs"] = 2
+    if chance.random() < 0.3:
+        ids = np.full((length - 1, 2), -1, np.int64)
+        ids[chance.randrange(length - 1), chance.randrange(2)] = chance.randrange(90)
+        ids[-1] = chance.randrange(90)
+        fields["target_prompt_logprobs"] = TensorData(data=ids.ravel(), shape=ids.shape)
+    if chance.random() < 0.2:
+        fields["prompt_alt_tokens_k"] = 2
+    return fields
+
+
+def assert_same_scores(one: PromptScores | None, other: PromptScores | None) -> None:
+    def arrays(scores: PromptScores) -> list[np.ndarray | None]:
+        topk, targets, alt = scores.topk, scores.target_logprobs, scores.alt_tokens
+        return [
+            scores.logprobs,
+            *((topk.token_ids, topk.logprobs) if topk else (None, None)),
+            targets.data if targets else None,
+            *((alt.tokens, alt.logprobs) if alt else (None, None)),
+        ]
+
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        for mine, theirs in zip(arrays(one), arrays(other), strict=True):
+            assert (mine is None) == (theirs is None)
+            np.testing.assert_array_equal(mine, theirs)

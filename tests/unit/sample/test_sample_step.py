@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import stats as scipy_stats
 
 from descant.errors import NotFound, ServerError, UserError
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
+from descant.sample.drafter import DraftContext, Drafter, NgramDrafter
 from descant.sample.scheduler import SampleLimits, Scheduler, StepPlan
 from descant.sample.step import Sampler
+from descant.testing.graphs import StandInGraphs
 from descant.testing.paged_sampler import Finished, run
 from descant.testing.studio import Studio, datum, tokens
-from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
-from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, Version
+from descant.testing.tiny import ARCHITECTURES, EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
+from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, TensorData, Version
 
 NUM_PAGES = 20
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,11 +45,20 @@ def load(directory: Path) -> Callable[..., BaseModel]:
 class Desk:
     """A scheduler, a sampler and adapters on one model; versions are numbered by their adapter's name."""
 
-    def __init__(self, model: BaseModel, *, num_pages: int = NUM_PAGES, **limits: int):
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        num_pages: int = NUM_PAGES,
+        keeps_prefixes: bool = True,
+        drafter: Drafter | None = None,
+        deterministic: bool = False,
+        **limits: int,
+    ):
         fields = {"max_running": 6, "step_tokens": 50, "max_waiting": 100, **limits}
         self.model = model
         self.studio = Studio(model)
-        self.sampler = Sampler(model, num_pages=num_pages)
+        self.sampler = Sampler(model, num_pages=num_pages, deterministic=deterministic)
         self.scheduler = Scheduler(
             SampleLimits(
                 num_pages=num_pages,
@@ -56,6 +69,8 @@ class Desk:
             ),
             decode_text=lambda tokens: "".join(chr(33 + token) for token in tokens),
             fresh_seed=lambda: 0,
+            keeps_prefixes=keeps_prefixes,
+            drafter=drafter,
         )
 
     def publish(self, model_id: str, rank: int = 8, seed: int = 1) -> Version:
@@ -79,6 +94,16 @@ class Desk:
             self.sampler.release(request.version)
         return finished
 
+    def next_logprobs(self, prompt: np.ndarray, version: Version | None = None) -> np.ndarray:
+        """Of all tokens after a prompt, at temperature 1: float64 [V]."""
+        cells = np.full((len(prompt), VOCAB_SIZE), -1)
+        cells[-1] = np.arange(VOCAB_SIZE)
+        targets = TensorData(data=cells.ravel(), shape=cells.shape)
+        request = ask("next", np.append(prompt, 0), version, target_prompt_logprobs=targets, max_tokens=1)
+        found = self.run(request).prompts["next"].target_logprobs
+        assert found is not None
+        return found.data.reshape(cells.shape)[-1].astype(np.float64)
+
     def trainer_logprobs(self, model_id: str, sequence: Iterable[int]) -> np.ndarray:
         """Of tokens 1 and up, by a forward pass of the trainer."""
         stream = np.array(list(sequence), np.int32)
@@ -97,18 +122,18 @@ def ask(
     version: Version | None = None,
     *,
     num_samples: int = 1,
-    prompt_logprobs: bool = False,
-    topk_prompt_logprobs: int = 0,
-    **params: object,
+    **fields: Any,
 ) -> SampleRequest:
+    """Fields of ``SampleRequest`` and of ``SamplingParams`` alike."""
+    names = {item.name for item in dataclasses.fields(SampleRequest)}
+    of_request = {name: fields.pop(name) for name in names & fields.keys()}
     return SampleRequest(
         request_id=request_id,
         version=version,
         prompt=(EncodedText(tokens=prompt),),
         num_samples=num_samples,
-        sampling_params=SamplingParams(**{"seed": 1, "stop": (), "max_tokens": 30, **params}),  # type: ignore[arg-type]
-        prompt_logprobs=prompt_logprobs,
-        topk_prompt_logprobs=topk_prompt_logprobs,
+        sampling_params=SamplingParams(**{"seed": 1, "stop": (), "max_tokens": 30, **fields}),
+        **of_request,
     )
 
 
@@ -150,7 +175,7 @@ def test_topk_prompt_logprobs(load: Callable[..., BaseModel]) -> None:
     desk = Desk(load())
     version = desk.publish("m")
     prompt = tokens(300, 3)  # more rows than are scored at once
-    finished = desk.run(ask("r", prompt, version, topk_prompt_logprobs=3, max_tokens=1))
+    finished = desk.run(ask("r", prompt, version, prompt_logprobs=True, topk_prompt_logprobs=3, max_tokens=1))
     scores = finished.prompts["r"]
     assert scores.topk is not None
     ids, logprobs = scores.topk.token_ids, scores.topk.logprobs
@@ -165,12 +190,72 @@ def test_topk_prompt_logprobs(load: Callable[..., BaseModel]) -> None:
     np.testing.assert_allclose(scores.logprobs[1:][is_best], logprobs[1:, 0][is_best], rtol=0, atol=1e-6)
 
 
+def test_scores_of_a_long_prompt_beside_its_samples(load: Callable[..., BaseModel]) -> None:
+    """Tokens drawn and chosen at each position, the likeliest at each sample, against the trainer, over several
+    chunks."""
+    desk = Desk(load())
+    version = desk.publish("m")
+    prompt = tokens(130, 3)
+    chosen = np.full((129, 2), -1, np.int64)
+    chosen[70:, 0], chosen[100:, 1] = np.arange(59) % VOCAB_SIZE, 3
+    asked: dict[str, Any] = {
+        "target_prompt_logprobs": TensorData(data=chosen.ravel(), shape=chosen.shape),
+        "prompt_alt_tokens_k": 3,
+        "topk_sample_logprobs": 4,
+        "temperature": 0.7,
+        "max_tokens": 5,
+        "num_samples": 2,
+    }
+    finished = desk.run(ask("r", prompt, version, **asked))
+    scores = finished.prompts["r"]
+    assert scores.logprobs is scores.topk is None
+    assert scores.target_logprobs is not None
+    assert scores.alt_tokens is not None
+    cells = scores.target_logprobs.data.reshape(chosen.shape)
+    assert (cells[chosen < 0] == 0).all()
+    for row in (70, 99, 100, 128):
+        for column in range(2):
+            if chosen[row, column] >= 0:
+                reference = desk.trainer_logprobs("m", [*prompt[: row + 1], chosen[row, column]])[-1]
+                assert cells[row, column] == pytest.approx(reference, abs=1e-4)
+    assert len(np.unique(scores.alt_tokens.tokens)) > 10
+    for row in (0, 49, 50, 128):
+        for token, logprob in zip(scores.alt_tokens.tokens[row], scores.alt_tokens.logprobs[row], strict=True):
+            reference = desk.trainer_logprobs("m", [*prompt[: row + 1], token])[-1]
+            assert logprob == pytest.approx(reference, abs=1e-4)
+    drawn = finished.tokens["r", 1]
+    ids, logprobs = finished.topk["r", 1]
+    assert len(ids) == 5
+    for index in range(5):
+        logits = desk.next_logprobs(np.array([*prompt, *drawn[:index]]), version) / 0.7
+        expected = logits - np.log(np.exp(logits).sum())
+        np.testing.assert_allclose(logprobs[index], np.sort(expected)[::-1][:4], atol=1e-4)
+        np.testing.assert_allclose(expected[ids[index]], logprobs[index], atol=1e-4)
+        assert finished.logprobs["r", 1][index] == pytest.approx(expected[drawn[index]], abs=1e-4)
+
+    again = desk.run(ask("n", tokens(40, 9)), ask("r", prompt, version, **asked | {"prompt_alt_tokens_k": 2}))
+    assert again.prompts["r"].alt_tokens is not None
+    assert (again.prompts["r"].alt_tokens.tokens == scores.alt_tokens.tokens[:, :2]).all(), "a draw is its own"
+
+
+def test_scores_of_the_end_of_a_prompt_compute_no_more_of_it_than_they_must(load: Callable[..., BaseModel]) -> None:
+    desk = Desk(load(), max_running=1)
+    prompt = tokens(200, 3)
+    whole = desk.run(ask("r", prompt, prompt_logprobs=True, max_tokens=1)).prompts["r"].logprobs
+    end = desk.run(ask("r", prompt, prompt_logprobs=True, prompt_logprobs_last_n=5, max_tokens=1)).prompts["r"].logprobs
+    assert whole is not None
+    assert end is not None
+    assert np.isnan(end[:195]).all()
+    np.testing.assert_allclose(end[195:], whole[195:], atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_request_gives_the_same_whatever_else_is_in_the_batch(
     load: Callable[..., BaseModel], dtype: torch.dtype
 ) -> None:
     model = load(dtype)
-    quiet, busy = Desk(model, num_pages=NUM_PAGES), Desk(model, num_pages=8, step_tokens=23)
+    options: dict[str, Any] = {"deterministic": dtype == torch.float32}
+    quiet, busy = Desk(model, num_pages=NUM_PAGES, **options), Desk(model, num_pages=8, step_tokens=23, **options)
     version, other = quiet.publish("m"), quiet.publish("other", 64)
     request = ask("r", tokens(90, 1), version, num_samples=3, max_tokens=60, temperature=0.8, top_p=0.95)
     expected = quiet.run(request)
@@ -179,6 +264,7 @@ def test_a_request_gives_the_same_whatever_else_is_in_the_batch(
     assert busy.scheduler.stats()["preemptions"] > 0
     for sample in range(3):
         assert finished.tokens["r", sample] == expected.tokens["r", sample]
+        assert finished.logprobs["r", sample] == expected.logprobs["r", sample]
     again = quiet.run(request)
     assert (again.tokens, again.logprobs) == (expected.tokens, expected.logprobs)
 
@@ -250,7 +336,7 @@ def test_weights_that_overflow_fail_their_own_request(load: Callable[..., BaseMo
 
 
 def test_what_a_page_held_before_does_not_matter(load: Callable[..., BaseModel]) -> None:
-    desk = Desk(load())
+    desk = Desk(load(), keeps_prefixes=False)
     request = ask("r", tokens(90, 1), num_samples=2)
     expected = desk.run(request)
     for pool in (*desk.sampler._pool.keys, *desk.sampler._pool.values):
@@ -278,10 +364,162 @@ def test_one_sequence_a_pass_where_the_model_is_not_packable(load: Callable[...,
     assert finished.tokens == expected.tokens
 
 
+# -------------------------------------------------------------------------------------------------------------- guesses
+class Guesses:
+    """Of known sequences what comes next, every third token wrong."""
+
+    def __init__(self, known: Iterable[list[int]]):
+        self._known = list(known)
+        self._count = 0
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[tuple[int, ...]]:
+        return [self._propose(context) for context in contexts]
+
+    def _propose(self, context: DraftContext) -> tuple[int, ...]:
+        place = len(context.drawn)
+        for drawn in self._known:
+            if drawn[:place] == list(context.drawn):
+                ahead = drawn[place : place + context.limit]
+                self._count += len(ahead)
+                return tuple((t + 1) % VOCAB_SIZE if (self._count + i) % 3 == 0 else t for i, t in enumerate(ahead))
+        return (1,) * context.limit
+
+    def accepted(self, sequence: int, drafted: int, accepted: int) -> None:
+        pass
+
+    def ended(self, sequence: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+def test_guesses_change_no_token_and_no_bit(tmp_path: Path, arch: str) -> None:
+    """Greedy, sampled and cut, with adapters mixed, through every way a step is computed."""
+    source = ModelSource(name="tiny", directory=tiny_model(arch, tmp_path / arch))
+    try:
+        model = load_model(source, device=torch.device("cpu"), dtype=torch.bfloat16)
+    except UserError:
+        pytest.skip("not served")
+    desk = Desk(model)
+    versions = [None, desk.publish("m", 8), desk.publish("n", 16, seed=2)]
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "topk_sample_logprobs": 3},
+        {"temperature": 1.0, "top_p": 0.9, "top_k": 40},
+    ]
+    requests = [
+        ask(f"r{i}{j}", tokens(20 + 10 * i, i), version, max_tokens=12, seed=i, **params[j])
+        for i, version in enumerate(versions)
+        for j in range(3)
+    ]
+    expected = desk.run(*requests)
+    guessing = Desk(model, drafter=Guesses(expected.tokens.values()))
+    guessing.sampler, guessing.studio = desk.sampler, desk.studio
+    finished = guessing.run(*requests)
+    stats = guessing.scheduler.stats()
+    assert stats["drafted_tokens"] > stats["accepted_tokens"] > 0
+    assert finished.tokens == expected.tokens
+    if arch not in ("qwen3_moe", "qwen3_next"):  # an expert's product has other rows then
+        assert finished.logprobs == expected.logprobs
+        assert finished.topk == expected.topk
+
+
+@pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["plain", "guessing"])
+def test_what_graphs_decode_is_drawn_as_modules_draw(load: Callable[..., BaseModel], drafter: Drafter | None) -> None:
+    """Cut and likeliest tokens are taken from the logits that a graph leaves; guesses go through the modules."""
+    plain = Desk(load())
+    versions = [None, plain.publish("m", 8), plain.publish("n", 16, seed=2)]
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0, "topk_sample_logprobs": 2},
+        {"temperature": 0.9},
+        {"top_p": 0.9, "topk_sample_logprobs": 4},
+    ]
+    prompts = [np.tile(tokens(12 + i, i), 3) for i in range(3)]
+    requests = [ask(f"r{i}{j}", prompts[i], versions[i], seed=i, **params[j]) for i in range(3) for j in range(3)]
+    expected = plain.run(*requests)
+    graphs = Desk(plain.model, drafter=drafter)
+    graphs.sampler = plain.sampler
+    stand_in = StandInGraphs(plain.sampler, max_rows=4)
+    plain.sampler._decode = stand_in  # type: ignore[assignment]
+    finished = graphs.run(*requests)
+    assert len(stand_in.rows) > 30
+    assert finished.tokens == expected.tokens
+    for key, (ids, logprobs) in expected.topk.items():
+        assert finished.topk[key][0] == ids
+        np.testing.assert_allclose(finished.topk[key][1], logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("rank", [0, 40], ids=["often right", "nearly always wrong"])
+def test_what_is_drawn_beside_guesses_follows_the_exact_distribution(load: Callable[..., BaseModel], rank: int) -> None:
+    model = load()
+    """Of a sample's second token, the first being given."""
+    prompt, temperature, num_draws = tokens(5, 1), 0.7, 1200
+    weights = np.exp(Desk(model).next_logprobs(prompt) / temperature)
+    order = np.argsort(-weights)
+
+    class OneToken(Guesses):
+        def propose(self, contexts: Sequence[DraftContext]) -> list[tuple[int, ...]]:
+            return [(int(order[rank]),)] * len(contexts)
+
+    guessing = Desk(model, max_running=64, drafter=OneToken([]))
+
+    def given(plan: StepPlan) -> list:
+        return [
+            dataclasses.replace(output, tokens=(int(prompt[4]),)) if step.draw == 0 and output.tokens else output
+            for step, output in zip(plan.sequences, guessing.sampler.step(plan), strict=True)
+        ]
+
+    guessing.step = given  # type: ignore[method-assign]
+    samples = {"num_samples": 100, "max_tokens": 3, "temperature": temperature}
+    finished = guessing.run(*(ask(f"r{i}", prompt[:4], seed=i, **samples) for i in range(num_draws // 100)))
+    second = np.array([sequence[1] for sequence in finished.tokens.values()])
+    assert guessing.scheduler.stats()["drafted_steps"] == num_draws
+    counts = np.bincount(second, minlength=VOCAB_SIZE)[order]
+    expected = weights[order] / weights.sum() * num_draws
+    big = expected >= 5
+    observed = np.append(counts[big], counts[~big].sum())
+    wanted = np.append(expected[big], expected[~big].sum())
+    assert scipy_stats.chisquare(observed, wanted).pvalue > 0.001
+    likely = expected[rank] / num_draws
+    assert (second == order[rank]).mean() == pytest.approx(likely, abs=4 * (likely / num_draws) ** 0.5)
+
+
+def test_repetitions_are_guessed(load: Callable[..., BaseModel]) -> None:
+    desk = Desk(load(), drafter=NgramDrafter())
+    prompt = np.tile(tokens(20, 1), 4)
+    expected = Desk(load()).run(ask("r", prompt, temperature=0.0, max_tokens=40))
+    assert desk.run(ask("r", prompt, temperature=0.0, max_tokens=40)).tokens == expected.tokens
+    assert desk.scheduler.stats()["drafted_tokens"] > 0
+
+
 def test_samples_of_one_prompt_compute_it_once(load: Callable[..., BaseModel]) -> None:
     desk = Desk(load(), max_running=16)
     desk.run(ask("r", tokens(150, 1), num_samples=8, max_tokens=2))
     assert desk.scheduler.stats()["prefilled_tokens"] == 150 + 7 * (150 - 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_prefixes_change_nothing(load: Callable[..., BaseModel], dtype: torch.dtype) -> None:
+    """Bit for bit in bfloat16. Prompts begin alike, go on with what was sampled, and pages are few."""
+    outcomes = []
+    for keeps_prefixes in (True, False):
+        desk = Desk(load(dtype), num_pages=7, keeps_prefixes=keeps_prefixes)
+        version = desk.publish("m", 8)
+        start, finished = tokens(130, 1), []
+        for turn in range(3):
+            requests = [
+                ask(f"{turn}-{i}", np.concatenate([start, tokens(i, i)]), v, num_samples=2, max_tokens=9, seed=i)
+                for i, v in enumerate([version, None, version, None])
+            ]
+            finished.append(desk.run(*requests))
+            start = np.concatenate([start, np.array(finished[-1].tokens[f"{turn}-0", 1], np.int32)])
+        outcomes.append(finished)
+        assert (desk.scheduler.stats()["hit_tokens"] > 2000) == keeps_prefixes
+    for kept, computed in zip(*outcomes, strict=True):
+        assert kept.tokens == computed.tokens
+        if dtype == torch.bfloat16:
+            assert kept.logprobs == computed.logprobs
+        for key, logprobs in computed.logprobs.items():
+            np.testing.assert_allclose(kept.logprobs[key], logprobs, rtol=0, atol=1e-4)
 
 
 def test_versions_are_pinned_while_a_request_uses_them(load: Callable[..., BaseModel]) -> None:

@@ -74,6 +74,8 @@ class StubService:
         self.refusals: list[Refusal] = []
         self.session_requests: list[dict[str, Any]] = []
         self.finished: list[tuple[str, str]] = []
+        self.broken_off: list[tuple[str, str]] = []
+        self.cancelled: list[str] = []
         self.over: set[str] = set()
         self.hold = False
         """Futures stay pending."""
@@ -227,6 +229,17 @@ class StubService:
         place = f"{submission.sampling_session_id}:{submission.seq_id}"
         ids = tuple(f"{place}:{i}" for i in range(submission.num_samples))
         return self._put(principal, output, sample_sequence_ids=ids)
+
+    async def stats(self) -> Mapping[str, Mapping[str, float]]:
+        return {"org/tiny": {"sample_running": 3, "load_wait_ms": 0.25}}
+
+    async def poll_broken_off(self, principal: str, request_id: str) -> None:
+        self.broken_off.append((principal, request_id))
+
+    async def cancel_future(self, principal: str, request_id: str) -> None:
+        if self.futures.get(request_id, (None, None))[0] != principal:
+            raise NotFound(f"no future {request_id!r}")
+        self.cancelled.append(request_id)
 
     async def retrieve_future(self, principal: str, request_id: str, *, timeout_s: float) -> FutureState | Pending:
         owner, encoded = self.futures.get(request_id, (None, None))

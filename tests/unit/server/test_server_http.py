@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from descant.errors import Unauthorized
 from descant.server.app import bind, create_app
 from descant.server.auth import Keys
-from descant.server.longpoll import LongPolls
+from descant.server.longpoll import BrokenOff, LongPolls
 from descant.server.routes import Routes, ServerSettings
 from descant.wire import tinker_pb2 as pb
 
@@ -51,7 +51,7 @@ async def test_client_config_asks_for_order(client: httpx.AsyncClient):
     config = plain(await client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"}), 200)
     assert config["parallel_fwdbwd_chunks"] is False
     assert config["pjwt_auth_enabled"] is False
-    assert plain(await client.post("/api/v1/client/dynamic_config", json={}), 200)["sample_cancel_enabled"] is False
+    assert plain(await client.post("/api/v1/client/dynamic_config", json={}), 200)["sample_cancel_enabled"] is True
 
 
 async def test_health_needs_no_key_and_readiness_has_a_reason(service: Any):
@@ -229,23 +229,92 @@ async def test_a_wait_ends_on_close_on_deadline_and_with_its_caller():
     async def soon() -> str:
         return "now"
 
+    async def never() -> None:
+        await asyncio.Event().wait()
+
     polls = LongPolls()
-    assert await polls.wait(soon(), deadline_s=5) == "now"
-    assert await polls.wait(forever(), deadline_s=0) is None
-    caller = asyncio.create_task(polls.wait(forever(), deadline_s=60))
+    assert await polls.wait(soon(), deadline_s=5, broken_off=never()) == "now"
+    assert await polls.wait(forever(), deadline_s=0, broken_off=never()) is None
+    caller = asyncio.create_task(polls.wait(forever(), deadline_s=60, broken_off=never()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
-    waiting = asyncio.create_task(polls.wait(forever(), deadline_s=60))
+    waiting = asyncio.create_task(polls.wait(forever(), deadline_s=60, broken_off=never()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     polls.close()
     assert await asyncio.wait_for(waiting, 5) is None
-    assert await polls.wait(forever(), deadline_s=60) is None
+    assert await polls.wait(forever(), deadline_s=60, broken_off=never()) is None
     await asyncio.sleep(0)
     assert len(ended) == 3  # the last one never began
+
+
+async def test_a_wait_that_is_broken_off_is_over_when_it_says_so():
+    over = False
+
+    async def forever() -> None:
+        nonlocal over
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            over = True
+
+    with pytest.raises(BrokenOff):
+        await LongPolls().wait(forever(), deadline_s=60, broken_off=asyncio.sleep(0))
+    assert over
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_connection_that_its_client_closes_breaks_its_wait_off(running: Any, service: Any, answered: bool):
+    """And one that is closed after its answer does not."""
+    service.hold = not answered
+    entered, told = threading.Event(), threading.Event()
+    retrieve, broken_off = service.retrieve_future, service.poll_broken_off
+
+    async def retrieve_future(*args: Any, **kwargs: Any) -> Any:
+        entered.set()
+        return await retrieve(*args, **{**kwargs, "timeout_s": 3600})
+
+    async def poll_broken_off(*args: Any) -> None:
+        await broken_off(*args)
+        told.set()
+
+    service.retrieve_future, service.poll_broken_off = retrieve_future, poll_broken_off
+    with httpx.Client(base_url=running.url, headers={"x-api-key": "tml-a"}, timeout=30, trust_env=False) as client:
+        session = client.post("/api/v1/create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+        submitted = client.post("/api/v1/create_model", json=body).json()
+        poll = json.dumps({"request_id": submitted["request_id"]})
+        address = httpx.URL(running.url)
+        with socket.create_connection((address.host, address.port)) as connection:
+            head = "POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: tml-a\r\n"
+            connection.sendall(f"{head}content-length: {len(poll)}\r\n\r\n{poll}".encode())
+            assert entered.wait(10)
+            if answered:
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert answered or told.wait(10)
+        plain(client.get("/api/v1/healthz"), 200)
+    assert [request_id for _, request_id in service.broken_off] == ([] if answered else [submitted["request_id"]])
+
+
+async def test_metrics_are_for_whoever_has_a_key(client: httpx.AsyncClient):
+    answer = await client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert answer.text == 'descant_load_wait_ms{base="org/tiny"} 0.25\ndescant_sample_running{base="org/tiny"} 3\n'
+    plain(await client.get("/metrics", headers={"x-api-key": ""}), 401)
+
+
+async def test_cancel_future(client: httpx.AsyncClient, service: Any):
+    session = plain(await client.post("/api/v1/create_session", json={}), 200)["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    request_id = plain(await client.post("/api/v1/create_model", json=body), 200)["request_id"]
+    plain(await client.post("/api/v1/cancel_future", json={"request_id": request_id}), 200)
+    plain(await client.post("/api/v1/cancel_future", json={"request_id": "nobodys"}), 404)
+    assert service.cancelled == [request_id]
 
 
 def test_a_stop_answers_open_long_polls(running: Any, service: Any):
@@ -346,6 +415,16 @@ GOOD = [
         "sampling_params": {"max_tokens": 1, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "stop": [1], "seed": 1},
         "num_samples": 1,
         "topk_prompt_logprobs": 1,
+        "topk_sample_logprobs": 1,
+        "prompt_alt_tokens_k": 1,
+        "prompt_logprobs_last_n": 1,
+        "target_prompt_logprobs": {
+            "data": [1],
+            "dtype": "int64",
+            "shape": [1, 2],
+            "sparse_crow_indices": [0, 1],
+            "sparse_col_indices": [1],
+        },
     },
 ]
 

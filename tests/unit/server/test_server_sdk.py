@@ -57,7 +57,14 @@ def test_every_call_of_a_training_run(sdk_service: tinker.ServiceClient, service
         sampling_params=sdk.SamplingParams(max_tokens=4, temperature=0.0, seed=0, stop=[]),
         include_prompt_logprobs=True,
         topk_prompt_logprobs=2,
+        topk_sample_logprobs=3,
+        target_prompt_logprobs=sdk.TensorData.from_torch(torch.tensor([[4], [-1]])),
+        prompt_alt_tokens_k=0,
+        prompt_logprobs_last_n=2,
     ).result()
+    sent = service.commands[-1]
+    assert (sent.topk_sample_logprobs, sent.prompt_alt_tokens_k, sent.prompt_logprobs_last_n) == (3, 0, 2)
+    assert sent.target_prompt_logprobs.data.tolist() == [4, -1]
     assert [sequence.tokens for sequence in response.sequences] == [[0, 1, 2, 3]] * 2
     assert response.sequences[0].stop_reason == "length"
     assert response.prompt_logprobs == [None, -1.5, -1.5]

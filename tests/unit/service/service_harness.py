@@ -30,6 +30,7 @@ from descant.types import (
     OptimStep,
     Result,
     SampleOutput,
+    SamplerKind,
     SamplingParams,
 )
 
@@ -161,10 +162,17 @@ class Harness:
         )
 
     async def sampler(
-        self, model_id: str, seq_id: int, *, name: str | None = None, number: int | None = None, owner: str = "alice"
-    ) -> Submitted:
+        self, model_id: str, seq_id: int, *, name: str | None = None, number: int | None = None, owner: str = "alice",
+        kind: SamplerKind | None = None,
+    ) -> Submitted:  # fmt: skip
         return await self.service.save_weights_for_sampler(
-            owner, model_id=model_id, seq_id=seq_id, name=name, sampling_session_seq_id=number, ttl_seconds=None
+            owner,
+            model_id=model_id,
+            seq_id=seq_id,
+            name=name,
+            sampling_session_seq_id=number,
+            kind=kind,
+            ttl_seconds=None,
         )
 
     async def sample(self, sampling_session_id: str, seq_id: int = 0, *, owner: str = "alice", n: int = 1) -> Submitted:

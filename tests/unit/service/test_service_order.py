@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from service_harness import Harness, forward_backward
 
-from descant.errors import DescantError, UserError
+from descant.errors import DescantError, Overloaded, UserError
 from descant.types import CreateModel, ForwardBackward, FutureKey, OptimStep, Refused, Snapshot
 
 
@@ -220,6 +220,44 @@ async def test_a_request_whose_answer_was_forgotten_is_not_run_again(harness: Ha
     error = await harness.error(await harness.step(model, 2))
     assert "no longer kept" in error.message
     np.testing.assert_array_equal(harness.weights(model), before)
+
+
+async def test_so_much_training_data_and_no_more(harness: Harness) -> None:
+    num_bytes = 3 * 4 + 3 * 8  # of a request
+    harness.settings = replace(harness.settings, max_training_bytes=2 * num_bytes)
+    await harness.restart()
+    heavy, light = [await harness.model(await harness.session()) for _ in range(2)]
+    release = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, ForwardBackward):
+            await release.wait()
+
+    harness.hook = hook
+    sent = [await harness.fb(heavy, 1), await harness.fb(heavy, 2)]
+    with pytest.raises(Overloaded, match=r"36 bytes of training data beside the 72 that fake/bigram has .* the 72"):
+        await harness.fb(heavy, 3)
+    sent.append(await harness.step(heavy, 4)), "it has no data; and it waits for seq_id 3"
+    sent.append(await harness.fb(light, 1)), "nobody else's data keep a model from its first"
+    with pytest.raises(Overloaded):
+        await harness.fb(light, 2)
+    release.set()
+    for submitted in (sent[0], sent[1], sent[3]):
+        await harness.result(submitted)
+    sent.append(await harness.fb(heavy, 3))
+    await harness.result(sent[-1])
+    assert (await harness.result(sent[2])).metrics
+    for submitted in [await harness.fb(light, seq_id) for seq_id in (2, 3)]:
+        await harness.result(submitted)
+
+
+async def test_what_others_wait_for_is_always_taken(harness: Harness) -> None:
+    harness.settings = replace(harness.settings, max_training_bytes=100)
+    await harness.restart()
+    model = await harness.model()
+    waiting = [await harness.fb(model, seq_id) for seq_id in range(2, 6)]
+    for submitted in (await harness.fb(model, 1), *waiting):
+        await harness.result(submitted)
 
 
 async def test_keys_of_different_owners_do_not_meet(harness: Harness) -> None:

@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 from service_harness import BASE, Harness, submission
 
-from descant.errors import NotFound, Overloaded, ServerError, UserError
+from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
 from descant.service.samplers import SampleFold
 from descant.testing.clock import settle
-from descant.types import CheckpointName, PromptScores, SampleDelta, SampleRequest, SnapshotRef, Version
+from descant.testing.fakes import FakeEngine
+from descant.types import (
+    CheckpointName,
+    PromptScores,
+    SampleDelta,
+    SampleOutput,
+    SampleRequest,
+    SamplerKind,
+    SnapshotRef,
+    TopK,
+    Version,
+)
 
 
 async def sampler(harness: Harness, session: str, number: int, path: str | None = None) -> str:
@@ -49,6 +60,117 @@ async def test_a_sampling_client_keeps_its_version(harness: Harness) -> None:
     assert list(before.sequences[0].tokens) != list(other.sequences[0].tokens)
     assert not await harness.checkpoints.list(), "an ephemeral save is no checkpoint"
     assert not harness.world.snapshots
+
+
+async def test_an_inflight_client_follows_and_older_weights_stay_for_snapshots_only(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+
+    async def saved(seq_id: int, number: int, kind: SamplerKind | None) -> str:
+        await harness.result(await harness.fb(model, seq_id))
+        await harness.result(await harness.step(model, seq_id + 1, lr=1.0))
+        return (
+            await harness.result(await harness.sampler(model, seq_id + 2, number=number, kind=kind))
+        ).sampling_session_id
+
+    def number(output: SampleOutput) -> int:
+        return output.versions[0].number
+
+    def held() -> set[int]:
+        return {version.number for version in harness.world.published}
+
+    follower = await saved(1, 0, "inflight")
+    assert number(await harness.greedy(follower, 0)) == 3
+    fixed = await saved(4, 1, "snapshot")
+    assert number(await harness.greedy(follower, 1)) == 6, "it follows whatever is newer"
+    assert held() == {6}, "nobody samples 3 any more"
+    late = await saved(7, 2, "inflight")
+    unsaid = await saved(10, 3, None)
+    assert [number(await harness.greedy(s, 2)) for s in (follower, late, fixed, unsaid)] == [12, 12, 6, 12]
+    assert held() == {6, 12}
+    await harness.service.finish_session("alice", session, reason="success", detail=None)
+    await harness.until(lambda: not harness.world.published)
+    publications = harness.service._publications[BASE]
+    assert publications._following == publications._newest == publications._users == {}
+
+
+async def test_weights_that_others_published_stay_for_those_who_follow(harness: Harness) -> None:
+    model = await harness.model()
+    follower = (await harness.result(await harness.sampler(model, 1, number=0, kind="inflight"))).sampling_session_id
+    saved = await harness.result(await harness.sampler(model, 2, name="s"))
+    other = await harness.session()
+    assert (await harness.greedy(await sampler(harness, other, 0, saved.path))).versions[0].number == 2
+    await harness.service.finish_session("alice", other, reason="success", detail=None)
+    await settle()
+    assert (await harness.greedy(follower)).versions[0].number == 2
+
+
+async def test_an_inflight_request_that_runs_moves(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    follower = (await harness.result(await harness.sampler(model, 1, number=0, kind="inflight"))).sampling_session_id
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SampleRequest):
+            begun.set()
+            await release.wait()
+
+    harness.hook = hook
+    running = await harness.sample(follower)
+    await begun.wait()
+    await harness.result(await harness.sampler(model, 2, number=1, kind="inflight"))
+    release.set()
+    assert [v.number for v in (await harness.result(running)).versions] == [1, 2]
+
+
+async def test_numbers_of_what_is_open_and_of_an_engine_that_counts(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await harness.session()
+    await harness.model(session)
+    release = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SampleRequest):
+            await release.wait()
+
+    harness.hook = hook
+    submitted = await harness.sample(await sampler(harness, session, 0))
+    mine = {"requests_in_flight": 1, "samples_in_flight": 1, "models": 1}
+    nothing = dict.fromkeys(mine, 0)
+    assert await harness.service.stats() == {BASE: mine, "fake/other": nothing}
+
+    async def stats(self: object) -> dict[str, float]:
+        return {"sample_running": 1.0}
+
+    monkeypatch.setattr(FakeEngine, "stats", stats, raising=False)
+    assert await harness.service.stats() == {
+        BASE: {**mine, "sample_running": 1},
+        "fake/other": {**nothing, "sample_running": 1},
+    }
+
+    async def dead(self: object) -> dict[str, float]:
+        raise RankDied("it is gone")
+
+    monkeypatch.setattr(FakeEngine, "stats", dead, raising=False)
+    assert (await harness.service.stats())[BASE] == mine
+    release.set()
+    await harness.result(submitted)
+
+
+async def test_what_is_not_said_is_a_setting(harness: Harness) -> None:
+    await harness.stop()
+    harness.settings = replace(harness.settings, sampler_kind="inflight")
+    await harness.start()
+    model = await harness.model()
+    unsaid, fixed = [
+        (await harness.result(await harness.sampler(model, n + 1, number=n, kind=kind))).sampling_session_id
+        for n, kind in enumerate((None, "snapshot"))
+    ]
+    await harness.result(await harness.sampler(model, 3, number=2))
+    assert (await harness.greedy(unsaid)).versions[0].number == 3
+    assert (await harness.greedy(fixed)).versions[0].number == 2
 
 
 async def test_a_path_is_published_once_and_only_when_sampled(harness: Harness) -> None:
@@ -178,6 +300,8 @@ async def test_what_a_sample_refuses(harness: Harness) -> None:
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 1025}, "num_samples is 1025"),
         ({"topk_prompt_logprobs": 21}, "topk_prompt_logprobs is 21"),
+        ({"topk_sample_logprobs": 21}, "topk_sample_logprobs is 21"),
+        ({"prompt_alt_tokens_k": 21}, "prompt_alt_tokens_k is 21"),
         ({"seq_id": -1}, "seq_id is -1"),
     ):
         with pytest.raises(UserError, match=match):
@@ -187,7 +311,9 @@ async def test_what_a_sample_refuses(harness: Harness) -> None:
 
 
 def _delta(sample: int, tokens: list[int], end: bool, prompt: PromptScores | None = None) -> SampleDelta:
+    column = np.asarray(tokens, np.int32)[:, None]
     return SampleDelta(
+        topk_logprobs=TopK(token_ids=column, logprobs=-column.astype(np.float32)) if sample else None,
         request_id="r",
         sample=sample,
         tokens=np.asarray(tokens, np.int32),
@@ -207,6 +333,9 @@ def test_deltas_fold_in_any_order_among_samples() -> None:
     assert [list(sequence.tokens) for sequence in output.sequences] == [[1, 2], [4, 5]]
     assert list(output.sequences[1].logprobs) == [-4, -5]
     assert output.prompt is prompt
+    assert output.sequences[0].topk_logprobs is None
+    assert output.sequences[1].topk_logprobs is not None
+    assert output.sequences[1].topk_logprobs.token_ids.tolist() == [[4], [5]]
     assert output.versions == (Version(model_id="m", number=0),)
 
 

@@ -225,7 +225,8 @@ def test_not_finite_fails_alone_and_its_neighbours_keep_every_bit(studio: Studio
     )
     assert "logprobs -1e+38, advantages 1" in str(outputs[2])
     for model_id, index in kept.items():
-        assert outputs[index].metrics == good[index].metrics
+        now, before = ({**output.metrics, "memory_bytes:max": 0.0} for output in (outputs[index], good[index]))
+        assert now == before  # the process's memory is not the request's
         assert torch.equal(studio.gradient(model_id), expected[model_id])
         studio.step(model_id)
     # the same adapter's other request counts, and only that one; then the step says whose gradient is missing
@@ -366,7 +367,7 @@ def test_an_exception_fails_the_requests_of_its_pass_and_no_others(
         studio.learner.run([parts["b"][1], *parts["c"]])
     assert studio.learner.close(requests["a"]).metrics["loss:sum"] > 0
     for model_id in "bc":
-        with pytest.raises(ServerError, match=r"^a shared pass of 3 datums ran out of memory$"):
+        with pytest.raises(ServerError, match=r"^data\[[01]\], alone in its pass, ran out of memory$"):
             studio.learner.close(requests[model_id])
         assert studio.gradient(model_id).count_nonzero() == 0
         with pytest.raises(UserError, match="ran out of memory"):

@@ -17,7 +17,7 @@ from descant.errors import UserError
 from descant.types import input_tokens
 from descant.wire import decode
 from descant.wire import tinker_pb2 as pb
-from descant.wire.decode import PREFIX_BYTES, decode_forward_backward, decompress, oversized_forward_backward
+from descant.wire.decode import PREFIX_BYTES, decode_forward_backward, decompress, unread_forward_backward
 from descant.wire.requests import Malformed
 
 
@@ -289,7 +289,7 @@ def test_another_encoding_is_refused():
 def test_what_is_too_large_still_keeps_its_place(encoding: str | None):
     body = sdk_body([sdk_datum(weights=torch.rand(3)) for _ in range(4000)], seq_id=300)
     sent = zstandard.compress(body) if encoding else body
-    error = oversized_forward_backward(sent[:PREFIX_BYTES], encoding, "too large")
+    error = unread_forward_backward(sent[:PREFIX_BYTES], encoding, "too large")
     assert isinstance(error, Malformed)
     assert (error.model_id, error.seq_id, error.loses_gradient, str(error)) == ("m", 300, True, "too large")
     if encoding:
@@ -297,9 +297,23 @@ def test_what_is_too_large_still_keeps_its_place(encoding: str | None):
             decode_forward_backward(sent, encoding, max_bytes=len(body) - 1)
 
 
+@pytest.mark.parametrize("encoding", [None, "zstd"])
+@pytest.mark.parametrize("damage", [lambda b: b[:-7], lambda b: b[: len(b) // 2] + b"\xff" * 40])
+def test_what_is_broken_further_on_still_keeps_its_place(damage: Any, encoding: str | None):
+    body = damage(sdk_body([sdk_datum(weights=torch.rand(3)) for _ in range(40)], seq_id=300))
+    with pytest.raises(Malformed, match="the body is not a protobuf ForwardBackwardRequest") as caught:
+        decode_forward_backward(zstandard.compress(body) if encoding else body, encoding)
+    assert (caught.value.model_id, caught.value.seq_id, caught.value.loses_gradient) == ("m", 300, True)
+    if encoding:
+        torn = zstandard.ZstdCompressor(level=0).compress(bytes(body) * 2000)
+        with pytest.raises(Malformed, match="not one whole zstd frame") as caught:
+            decode_forward_backward(torn[:-9], encoding)
+        assert caught.value.seq_id == 300
+
+
 @given(st.binary(max_size=40), st.sampled_from([None, "zstd"]))
 def test_any_prefix_is_read(prefix: bytes, encoding: str | None):
-    assert str(oversized_forward_backward(prefix, encoding, "too large")) == "too large"
+    assert str(unread_forward_backward(prefix, encoding, "too large")) == "too large"
 
 
 def test_malformed_pickles():

@@ -16,10 +16,12 @@ from descant.types import (
     LoraConfig,
     ModelCreated,
     OptimStepOutput,
+    PromptAltTokens,
     PromptScores,
     SampledSequence,
     SampleOutput,
     SamplerWeightsSaved,
+    TensorData,
     TopK,
     WeightsLoaded,
     WeightsSaved,
@@ -102,6 +104,52 @@ def test_sample():
     assert response.topk_prompt_logprobs is not None
     assert response.topk_prompt_logprobs[0] is None
     assert [[token for token, _ in row] for row in response.topk_prompt_logprobs[1:]] == [[7, 8], [9]]
+
+
+def test_all_scores_of_a_sample():
+    topk = TopK(
+        token_ids=np.array([[4, 2], [5, 0]], np.int32), logprobs=np.array([[-0.5, -1], [-1, -99999]], np.float32)
+    )
+    sequence = SampledSequence(
+        tokens=np.array([4, 5], np.int32),
+        logprobs=np.array([-0.5, -1.0], np.float32),
+        stop_reason="stop",
+        topk_logprobs=topk,
+    )
+    sparse = TensorData(
+        data=np.array([-0.5, -1.5], np.float32),
+        shape=(2, 3),
+        sparse_crow_indices=np.array([0, 1, 2], np.int64),
+        sparse_col_indices=np.array([2, 0], np.int64),
+    )
+    alternatives = PromptAltTokens(
+        tokens=np.array([[1, 2], [3, 4]], np.int64), logprobs=np.array([[-1, -2], [-3, -4]], np.float32)
+    )
+    prompt = PromptScores(target_logprobs=sparse, alt_tokens=alternatives)
+    response = deserialize_sample_response(encode(SampleOutput(sequences=(sequence,), prompt=prompt, versions=())).body)
+    assert response.sequences[0].topk_logprobs == [[(4, -0.5), (2, -1.0)], [(5, -1.0)]]
+    assert response.prompt_logprobs is None
+    assert response.target_prompt_logprobs is not None
+    assert response.target_prompt_logprobs.sparse_crow_indices == [0, 1, 2]
+    assert response.target_prompt_logprobs.to_torch().tolist() == [[0, 0, -0.5], [-1.5, 0, 0]]
+    assert response.prompt_alt_tokens is not None
+    assert response.prompt_alt_tokens.tokens.to_torch().tolist() == [[1, 2], [3, 4]]
+    assert response.prompt_alt_tokens.logprobs.to_torch().tolist() == [[-1, -2], [-3, -4]]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_dense_scores_of_a_sample(rows: int):
+    data = np.arange(rows * 2, dtype=np.float32)
+    dense = TensorData(data=data, shape=(rows, 2))
+    alternatives = PromptAltTokens(tokens=np.zeros((rows, 2), np.int64), logprobs=data.reshape(rows, 2))
+    output = SampleOutput(
+        sequences=(), prompt=PromptScores(target_logprobs=dense, alt_tokens=alternatives), versions=()
+    )
+    response = deserialize_sample_response(encode(output).body)
+    assert response.target_prompt_logprobs is not None
+    assert response.target_prompt_logprobs.to_torch().tolist() == data.reshape(rows, 2).tolist()
+    assert response.prompt_alt_tokens is not None
+    assert response.prompt_alt_tokens.tokens.to_torch().shape == (rows, 2)
 
 
 def test_a_sample_without_scores():

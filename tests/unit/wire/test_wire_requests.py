@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tinker import types as sdk
 
 from descant import types
@@ -20,6 +22,18 @@ def body(**fields: Any) -> bytes:
 def sample(**fields: Any) -> requests.SampleRequest:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}, {"type": "encoded_text", "tokens": [7]}]}
     return parse(requests.SampleRequest, body(**{"sampling_session_id": "s", "seq_id": 0, "prompt": prompt, **fields}))
+
+
+def targets(
+    data: list[Any],
+    *,
+    shape: tuple[int, ...] | list[int] = (2, 1),
+    dtype: str = "int64",
+    crow: Any = None,
+    col: Any = None,
+) -> dict[str, Any]:
+    indices = {"sparse_crow_indices": crow, "sparse_col_indices": col}
+    return {"target_prompt_logprobs": {"data": data, "shape": list(shape), "dtype": dtype, **indices}}
 
 
 def optim_step(**fields: Any) -> types.OptimStep:
@@ -47,6 +61,32 @@ def test_the_sdks_sample_request_comes_back():
     assert tokens.dtype == np.int32
     np.testing.assert_array_equal(tokens, [5, 6])
     assert (decoded.num_samples, decoded.prompt_logprobs, decoded.topk_prompt_logprobs) == (3, True, 2)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_sdks_target_tokens_come_back(sparse: bool):
+    ids = torch.full((5, 4), -1)
+    ids[2, 1], ids[4, 0] = 7, 0
+    tensor = sdk.TensorData.from_torch_sparse(ids, pad_value=-1) if sparse else sdk.TensorData.from_torch(ids)
+    sent = sample(**targets(**_fields(tensor))).target_prompt_logprobs
+    assert sent is not None
+    got = sent.to_tensor()
+    assert got.shape == (5, 4)
+    dense = np.full((5, 4), -1)
+    for row, (start, end) in enumerate(pairwise(got.row_starts())):
+        columns = got.sparse_col_indices[start:end] if got.sparse_col_indices is not None else np.arange(4)
+        dense[row, columns] = got.data[start:end]
+    np.testing.assert_array_equal(dense, ids.numpy())
+    assert (got.sparse_crow_indices is not None) == sparse
+
+
+def _fields(tensor: sdk.TensorData) -> dict[str, Any]:
+    return {
+        "data": list(tensor.data),
+        "shape": tensor.shape,
+        "crow": tensor.sparse_crow_indices,
+        "col": tensor.sparse_col_indices,
+    }
 
 
 def test_chunks_stay_chunks():
@@ -103,10 +143,20 @@ def test_bad_sampling_params(params: Any, sentence: str):
 @pytest.mark.parametrize(
     ("field", "sentence"),
     [
-        ({"topk_sample_logprobs": 3}, "topk_sample_logprobs is 3, which is not served yet"),
-        ({"target_prompt_logprobs": {"data": []}}, "target_prompt_logprobs is an object, which is not served yet"),
-        ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is 1, which is not served yet"),
-        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n is 1, which is not served yet"),
+        ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1, expected greater than or equal to 0"),
+        ({"prompt_alt_tokens_k": 2**20}, "prompt_alt_tokens_k is 1048576, expected less than or equal to 1024"),
+        ({"prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n is 0, expected greater than or equal to 1"),
+        ({"target_prompt_logprobs": [[4]]}, "target_prompt_logprobs is a list of 1, expected"),
+        (targets([4.5]), "target_prompt_logprobs.data[0] is 4.5"),
+        (targets([-2, 1]), "target_prompt_logprobs.data[0] is -2, expected greater than or equal to -1"),
+        (targets([1, 2], dtype="float32"), "target_prompt_logprobs.dtype is \"float32\", expected 'int64'"),
+        (targets([1, 2], shape=[2]), "target_prompt_logprobs.shape"),
+        (targets([1, 2, 3]), "target_prompt_logprobs has 3 elements, expected 2 by shape [2, 1]"),
+        (targets([1], crow=[0, 1, 1]), "target_prompt_logprobs has one of sparse_crow_indices and sparse_col_indices"),
+        (targets([1], crow=[0, 1], col=[0]), "target_prompt_logprobs has 2 sparse_crow_indices, expected 3 that rise"),
+        (targets([1], crow=[0, 2, 1], col=[0]), "target_prompt_logprobs has 3 sparse_crow_indices, expected 3 that"),
+        (targets([1], crow=[0, 0, 1], col=[1]), "target_prompt_logprobs has 1 sparse_col_indices, expected 1 from 0"),
+        (targets([1], crow=[0, 0, 1], col=[-1]), "target_prompt_logprobs.sparse_col_indices[0] is -1"),
         ({"record_stability_info": True}, "record_stability_info is true, which is not served yet"),
         ({"num_samples": 0}, "num_samples is 0, expected greater than or equal to 1"),
         ({"num_samples": 10**9}, "num_samples is 1000000000, expected less than or equal to 1024"),

@@ -1,0 +1,111 @@
+"""Tenants to measure with: their adapters, their requests, and the ways to run these."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from descant.model.base import BaseModel
+from descant.model.limit import Arithmetic
+from descant.model.load import ModelSource, load_model
+from descant.testing.shapes import shaped_model
+from descant.train.step import Learner, Part
+from descant.types import AdamParams, Datum, EncodedText, ForwardBackward, LoraConfig
+
+
+def load_shape(
+    shape: str,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    compile: bool | None = None,
+    keep: Path | None = None,
+) -> BaseModel:
+    """A model of this shape with random weights. ``keep``: a directory to leave its files in."""
+    overrides = {} if layers is None else {"num_hidden_layers": layers}
+    with tempfile.TemporaryDirectory() as directory:
+        path = shaped_model(shape, keep or Path(directory), device=device, dtype=dtype, **overrides)
+        source = ModelSource(name=shape, directory=path)
+        return load_model(source, device=device, dtype=dtype, check=False, compile=compile)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+class Tenants:
+    """One adapter a row of ``lengths``: the tokens of each of its datums. Ranks and losses go round."""
+
+    def __init__(
+        self,
+        model: BaseModel,
+        lengths: Sequence[Sequence[int]],
+        *,
+        ranks: Sequence[int] = (16,),
+        losses: Sequence[str] = ("cross_entropy",),
+        train_unembed: bool = True,
+    ):
+        self.model, self.learner, self.lengths = model, Learner(model), lengths
+        random = np.random.default_rng(0)
+        self.commands: list[ForwardBackward] = []
+        self.loras = []
+        for number, sizes in enumerate(lengths):
+            name, loss = f"tenant-{id(self)}-{number}", losses[number % len(losses)]
+            lora = LoraConfig(rank=ranks[number % len(ranks)], seed=number, train_unembed=train_unembed)
+            model.bank.create(name, lora)
+            self.loras.append(lora)
+            data = tuple(self._datum(random, size, loss) for size in sizes)
+            self.commands.append(ForwardBackward(model_id=name, seq_id=1, data=data, loss_fn=loss))
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(sum, self.lengths))
+
+    def flops(self) -> float:
+        arithmetic = Arithmetic.of(self.model)
+        adapters = sum(arithmetic.lora_params(lora) * sum(sizes) for lora, sizes in zip(self.loras, self.lengths))
+        squares = sum(size * size for sizes in self.lengths for size in sizes)
+        return arithmetic.flops(self.tokens, adapters, squares, backward=True)
+
+    def _datum(self, random: np.random.Generator, length: int, loss: str) -> Datum:
+        stream = random.integers(0, self.model.facts.vocab_size, length + 1)
+        arrays = {"target_tokens": stream[1:].astype(np.int64)}
+        if loss != "cross_entropy":
+            arrays["logprobs"] = np.full(length, -np.log(self.model.facts.vocab_size), np.float32)
+            arrays["advantages"] = np.full(length, random.normal(), np.float32)
+        if loss == "gspo":
+            arrays["sequence_ratio_mask"] = np.ones(length, np.float32)
+        return Datum(model_input=(EncodedText(tokens=stream[:-1].astype(np.int32)),), loss_fn_inputs=arrays)
+
+    def packed(self) -> None:
+        """All in one pass."""
+        requests = [self.learner.open(command) for command in self.commands]
+        self.learner.run(
+            [Part(request=r, datum=i) for r, c in zip(requests, self.commands) for i in range(len(c.data))]
+        )
+        for request in requests:
+            self.learner.close(request)
+
+    def one_adapter_a_pass(self) -> None:
+        for command in self.commands:
+            request = self.learner.open(command)
+            self.learner.run([Part(request=request, datum=i) for i in range(len(command.data))])
+            self.learner.close(request)
+
+    def step(self) -> None:
+        for command in self.commands:
+            self.learner.optim_step(command.model_id, AdamParams(learning_rate=1e-5))
+
+    def clear(self) -> None:
+        for command in self.commands:
+            self.model.bank.gradient(command.model_id).zero_()
+            self.model.bank[command.model_id].gradient_free = True
+
+    def delete(self) -> None:
+        for command in self.commands:
+            self.model.bank.delete(command.model_id)

@@ -1,0 +1,108 @@
+"""The same sampling requests in different company: alone, all at once, in another order, short of pages, beside others.
+
+What ``in_every_company`` returns must be equal, bit for bit, where a sampler is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from descant.model.base import BaseModel
+from descant.sample.scheduler import SampleLimits, Scheduler
+from descant.sample.step import Sampler
+from descant.testing.paged_sampler import Finished, run
+from descant.testing.studio import Studio
+from descant.types import EncodedText, SampleRequest, SamplingParams, Version
+
+RANKS = {"a": 4, "b": 8, "c": 16, "d": 8}
+LENGTHS = (5, 64, 90, 130, 33)
+Drawn = Mapping[str, tuple[list[int], list[float], list[float]]]
+"""By request: tokens, their log-probabilities, the prompt's (without the first)."""
+
+
+def publish(model: BaseModel) -> dict[str, Version]:
+    studio = Studio(model)
+    versions = {}
+    for number, (name, rank) in enumerate(RANKS.items()):
+        studio.create(name, rank, seed=number, b_std=0.2)
+        versions[name] = Version(model_id=name, number=1)
+        model.bank.publish(name, versions[name])
+    return versions
+
+
+def requests(versions: Mapping[str, Version], vocab_size: int, *, first: int = 0) -> list[SampleRequest]:
+    """Of the base and of every adapter: greedy, sampled, cut."""
+    chance = np.random.default_rng(first)
+    params = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9, "top_k": 30}]
+    owners = [None, *versions.values()]
+    return [
+        SampleRequest(
+            request_id=f"r{first + n}",
+            version=owners[n % len(owners)],
+            prompt=(EncodedText(tokens=chance.integers(0, vocab_size, LENGTHS[n % 5] + n // 5).astype(np.int32)),),
+            num_samples=1,
+            sampling_params=SamplingParams(max_tokens=30 + n, stop=(), seed=first + n, **params[n % 3]),  # type: ignore[arg-type]
+            prompt_logprobs=True,
+        )
+        for n in range(10)
+    ]
+
+
+def sampled(
+    model: BaseModel, sampler: Sampler, wanted: Sequence[SampleRequest], *, num_pages: int, step_tokens: int
+) -> tuple[Finished, Mapping[str, int]]:
+    scheduler = Scheduler(
+        SampleLimits(
+            max_running=32,
+            num_pages=num_pages,
+            step_tokens=max(step_tokens, sampler.chunk_tokens or 1),
+            max_waiting=100,
+            max_context_length=model.facts.max_context_length,
+            vocab_size=model.facts.vocab_size,
+            eos_token_ids=(),
+            chunk_tokens=sampler.chunk_tokens,
+        ),
+        decode_text=lambda tokens: "",
+        fresh_seed=lambda: 0,
+    )
+    for request in wanted:
+        sampler.acquire(request.version)
+        scheduler.add(request)
+    finished = run(scheduler, sampler)  # type: ignore[arg-type]
+    for request in wanted:
+        sampler.release(request.version)
+    return finished, scheduler.stats()
+
+
+def in_every_company(model: BaseModel, sampler: Sampler, *, num_pages: int = 64) -> dict[str, Drawn]:
+    """``sampler`` has at least ``num_pages`` pages. Adapters are made and published here."""
+    versions = publish(model)
+    mine = requests(versions, model.facts.vocab_size)
+    strangers = requests(versions, model.facts.vocab_size, first=100)
+    found: dict[str, Drawn] = {}
+
+    def drawn(finished: Finished, of: Sequence[SampleRequest]) -> Drawn:
+        together = {}
+        for request in of:
+            key, scores = (request.request_id, 0), finished.prompts[request.request_id].logprobs
+            assert scores is not None
+            together[request.request_id] = (finished.tokens[key], finished.logprobs[key], scores[1:].tolist())
+        return together
+
+    lone: dict[str, tuple[list[int], list[float], list[float]]] = {}
+    for request in mine:
+        finished, _ = sampled(model, sampler, [request], num_pages=num_pages, step_tokens=512)
+        lone |= drawn(finished, [request])
+    found["alone"] = lone
+    for name, wanted, pages, step_tokens in (
+        ("all at once", mine, num_pages, 512),
+        ("in another order, in small chunks", mine[::-1], num_pages, 23),
+        ("beside strangers", [*strangers[:5], *mine, *strangers[5:]], num_pages, 100),
+        ("on few pages", [*strangers[:3], *mine], 4, 100),
+    ):
+        finished, stats = sampled(model, sampler, wanted, num_pages=pages, step_tokens=step_tokens)
+        assert name != "on few pages" or stats["preemptions"] > 0
+        found[name] = drawn(finished, mine)
+    return found
