@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP)
 	$(PYTHON) -m pytest $(ARGS)
 
-# With Ray, which is in none of the others: a cluster of two nodes on this machine, about 90 s.
+# With Ray, which none of the others needs: a cluster of two nodes on this machine, two to three minutes.
 test-ray: $(STAMP)
 	$(PYTHON) -m pip install -q -c constraints.txt -e '.[ray]'
 	$(PYTHON) -m pytest tests/cluster $(ARGS)
