@@ -1,8 +1,8 @@
 """What a request means: owners, sessions, order, futures, versions, checkpoints, restart.
 
 The server decodes a request, calls one method of ``Service`` or of a part of it with the caller's ``principal``, and
-encodes what comes back. Nothing here knows HTTP or torch. Every method that takes a ``principal`` sees only what that principal owns: another
-owner's id raises the same ``NotFound`` as an id that never was.
+encodes what comes back. Nothing here knows HTTP or torch. Every method that takes a ``principal`` sees only what that
+principal owns: another owner's id raises the same ``NotFound`` as an id that never was.
 
 Methods that return ``Submitted`` are the protocol's futures: what goes wrong after the request's place in order is
 known goes through the future, never as an exception (a half-sent batch must not be stepped). What they raise is for
@@ -291,6 +291,9 @@ class Service:
         trainer = self._backends[job.base].trainer
         running = trainer.running() if isinstance(trainer, Progress) else ""
         return self._jobs.reason(job) + (f"; now runs {running}" if running else "")
+
+
+# --------------------------------------------------------------------------------------------------------------------
 
 
 async def _logged(work: Awaitable[object]) -> None:
