@@ -56,7 +56,7 @@ async def test_finishing_waits_for_what_is_being_written(harness: Harness) -> No
     release.set()
     saved = await harness.result(save)
     await harness.until(lambda: not harness.world.adapters)
-    await harness.service.weights_info("alice", saved.path)
+    await harness.service.training.weights_info("alice", saved.path)
     with pytest.raises(Gone, match="success"):
         await harness.create(session, 1)
 
@@ -73,7 +73,7 @@ async def test_what_create_model_refuses(harness: Harness) -> None:
     session = await harness.session()
 
     async def create(base: str = BASE, optimizer: str = "adamw", seq: int = 0, **lora: object) -> None:
-        await harness.service.create_model(
+        await harness.service.training.create_model(
             "alice", session_id=session, model_seq_id=seq, base_model=base, lora=replace(LoraConfig(), **lora),
             optimizer=optimizer, user_metadata=None,
         )  # fmt: skip
