@@ -61,6 +61,19 @@ async def test_finishing_waits_for_what_is_being_written(harness: Harness) -> No
         await harness.create(session, 1)
 
 
+async def test_a_session_that_is_over_leaves_memory(harness: Harness) -> None:
+    service = harness.service
+    over, stays = await harness.session(), await harness.session()
+    models = [await harness.model(session) for session in (over, stays)]
+    for model in models:
+        sampler = (await harness.result(await harness.sampler(model, 1, number=0))).sampling_session_id
+        await harness.greedy(sampler)
+    await service.finish_session("alice", over, reason="success", detail=None)
+    assert [session.record.session_id for session in service._sessions] == [stays]
+    assert [model.record.model_id for model in service.training.models()] == models[1:]
+    assert {sampler.session_id for sampler in service.sampling._samplers.values()} == {stays}
+
+
 async def test_the_idempotency_key(harness: Harness) -> None:
     ids = await asyncio.gather(*(harness.session(key="k") for _ in range(4)))
     assert len(set(ids)) == 1
