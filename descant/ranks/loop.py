@@ -44,11 +44,13 @@ from descant.ranks.turns import (
     Microbatch,
     Rows,
     SampleStep,
+    SamplingRank,
     Waiting,
     WaitingDatum,
     WaitingModel,
     credit_after,
     decide,
+    sampling_rank,
     served_on_arrival,
     split,
 )
@@ -68,6 +70,7 @@ from descant.types import (
     ModelFacts,
     Result,
     SampleDelta,
+    SampleRequest,
     SnapshotRef,
     Version,
     input_length,
@@ -520,9 +523,7 @@ class TurnLoop:
 
     # ------------------------------------------------------------------------------------------------ sampling
     def _start_sample(self, message: Sample) -> None:
-        """On the rank with the fewest sequences."""
         request = message.request
-        scheduler = min(self._schedulers, key=_num_sequences)
         acquired = False
         if request.inflight and request.version is not None:
             newest = self._newest.get(request.version.model_id, request.version)
@@ -533,6 +534,7 @@ class TurnLoop:
                 raise UserError(f"request {request.request_id!r} runs already")
             self._executor.acquire(request.version)
             acquired = True
+            scheduler = self._scheduler_for(request)
             scheduler.add(request)
         except Exception as error:
             failure = as_descant(error)
@@ -542,6 +544,15 @@ class TurnLoop:
             return
         left = set(range(request.num_samples))
         self._samples[request.request_id] = _Sampled(version=request.version, scheduler=scheduler, left=left)
+
+    def _scheduler_for(self, request: SampleRequest) -> Scheduler:
+        if len(self._schedulers) == 1:
+            return self._schedulers[0]
+        ranks = [
+            SamplingRank(sequences=_num_sequences(scheduler), kept_tokens=scheduler.kept_tokens(request))
+            for scheduler in self._schedulers
+        ]
+        return self._schedulers[sampling_rank(ranks, max_running=self._executor.capabilities.max_running)]
 
     def _end_sample(self, request_id: str, error: DescantError | None) -> None:
         self._executor.free(self._samples.pop(request_id).version)

@@ -305,6 +305,20 @@ class Scheduler:
         if request is not None:
             self._end_request(request)
 
+    def kept_tokens(self, request: SampleRequest) -> int:
+        """How many of the prompt's first tokens ``request`` would find computed, or being computed, if it came now (0
+        where its scores would have them computed anew). Costs a digest a page that is found, and one more; refuses
+        nothing."""
+        if not self._keeps_prefixes or PromptScorer.asked_for(request):
+            return 0
+        prompt, key, found = input_tokens(request.prompt), root_key(request.version), 0
+        for end in range(PAGE_TOKENS, len(prompt), PAGE_TOKENS):
+            key = page_key(key, prompt[end - PAGE_TOKENS : end])
+            if key not in self._computing and not self._pages.find([key]):
+                break
+            found = end
+        return found
+
     def release(self, version: Version) -> None:
         """Requests that have this version finish with it; prefixes computed with it are not kept beyond them."""
         self._pages.forget(version)

@@ -19,7 +19,7 @@ from descant.ranks.settings import RankSettings, RankSpec
 from descant.testing.engine import frozen, request, sampled
 from descant.testing.ranks import SETTINGS, tiny_ranks, tiny_replica, written
 from descant.testing.story import Record, assert_alike, data, story, stream
-from descant.testing.trainer import Model, datum, error, output, result
+from descant.testing.trainer import Model, datum, error, output, result, text
 
 NOTICED_S = 5.0
 """A rank that is dead or stopped is told of within this."""
@@ -109,6 +109,22 @@ async def test_a_rank_that_cannot_sample_fails_its_own_sequences(odd: Replica) -
     assert [isinstance(outcome, ServerError) for outcome in outcomes] == [False, True]
     assert "13 tokens" in str(outcomes[1])
     assert len((await sampled(odd, request())).tokens()) == 4
+
+
+async def test_a_conversation_stays_on_the_rank_that_has_its_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Though the other one is idle."""
+    before = stream(0, 200)
+    async with tiny_ranks(tmp_path_factory) as replica:
+
+        async def hits(max_tokens: int, *more: int) -> int:
+            got = await sampled(replica, request(prompt=text(*before, *more), max_tokens=max_tokens))
+            return got.deltas[0].prompt_cache_hit_tokens
+
+        assert await hits(2) == 0
+        beside = asyncio.ensure_future(hits(250, 1))
+        assert await hits(2, 2) == 192
+        assert not beside.done()
+        assert await beside == 192
 
 
 async def test_ranks_that_are_not_the_same_any_more_end_together(tmp_path_factory: pytest.TempPathFactory) -> None:
