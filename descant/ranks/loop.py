@@ -150,8 +150,14 @@ class Executor(Protocol):
     def publish(self, ref: SnapshotRef, loaded: Any | None) -> None: ...
     def is_published(self, version: Version) -> bool: ...
     def release_version(self, version: Version) -> None: ...
-    def acquire(self, version: Version | None) -> None: ...
-    def free(self, version: Version | None) -> None: ...
+    def acquire(self, version: Version | None, count: int = 1) -> None:
+        """For as many requests as ``count``, or for none of them. Raises ``NotFound``, or ``ServerError`` where its
+        weights cannot be had."""
+        ...
+
+    def free(self, version: Version | None) -> None:
+        """Undoes it for one request."""
+        ...
 
 
 @dataclass(slots=True)
@@ -349,12 +355,15 @@ class TurnLoop:
         newest = self._newest.get(version.model_id)
         if newest is None or newest.number < version.number:
             self._newest[version.model_id] = version
-        for request_id in [r for scheduler in self._schedulers for r in scheduler.followers(version)]:
-            try:
-                self._executor.acquire(version)
-            except Exception as error:  # it goes on with what it has
-                log.warning("a request stays with its weights, newer ones could not be had: %s", as_descant(error))
-                continue
+        followers = [r for scheduler in self._schedulers for r in scheduler.followers(version)]
+        if not followers:
+            return
+        try:
+            self._executor.acquire(version, len(followers))
+        except Exception as error:  # they go on with what they have
+            log.warning("requests stay with their weights, newer ones could not be had: %s", as_descant(error))
+            return
+        for request_id in followers:
             sampled = self._samples[request_id]
             deltas = sampled.scheduler.move(request_id, version)
             self._samples[request_id] = replace(sampled, version=version)

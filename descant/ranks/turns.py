@@ -95,9 +95,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A request begins to sample this version."""
+    """As many requests as ``count`` begin to sample this version, or move to it."""
 
-    version: Version | None
+    version: Version
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

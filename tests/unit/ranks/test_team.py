@@ -20,6 +20,7 @@ from descant.testing.engine import frozen, request, sampled
 from descant.testing.ranks import SETTINGS, tiny_ranks, tiny_replica, written
 from descant.testing.story import Record, assert_alike, data, story, stream
 from descant.testing.trainer import Model, datum, error, output, result, text
+from descant.types import Version
 
 NOTICED_S = 5.0
 """A rank that is dead or stopped is told of within this."""
@@ -100,6 +101,31 @@ async def test_a_version_is_pinned_on_all_ranks_or_on_none(odd: Replica) -> None
             await sampled(odd, request(ref.version))
     await odd.release(ref.version)
     await sampled(odd, request())
+
+
+async def test_requests_move_to_newer_weights_on_all_ranks_or_on_none(odd: Replica) -> None:
+    model = Model(odd)
+    await result(model.create())
+    old = await frozen(model, for_disk=False)
+    await odd.publish(old)
+    await model.train(1)
+    new = await frozen(model, for_disk=False)
+    begun, published = 0, asyncio.Event()
+
+    async def watch() -> set[Version | None]:
+        nonlocal begun
+        versions = set()
+        async for delta in odd.sample(request(old.version, max_tokens=100, stream=True, inflight=True)):
+            begun += not versions
+            versions.add(delta.version)
+            if begun == 2 and not published.is_set():
+                published.set()
+                await odd.publish(new)
+        return versions
+
+    assert await asyncio.gather(watch(), watch()) == [{old.version}] * 2, "rank 1 could not have the newer ones"
+    assert published.is_set()
+    assert (await odd.stats())["versions_pinned"] == 0
 
 
 async def test_a_rank_that_cannot_sample_fails_its_own_sequences(odd: Replica) -> None:
