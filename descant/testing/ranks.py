@@ -48,8 +48,11 @@ SETTINGS = RankSettings(
     max_running=4,
     max_waiting=4,
     step_tokens=32,
+    start_timeout_s=120.0,
+    turn_timeout_s=120.0,
 )
-"""Small limits, so that passes are shared and split, queues fill, and prompts come in chunks."""
+"""Small limits, so that passes are shared and split, queues fill, and prompts come in chunks; nothing waits for
+longer than a test should."""
 
 
 def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
