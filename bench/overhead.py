@@ -46,7 +46,7 @@ from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSettings, RankSpec
 from descant.ranks.turns import Microbatch, Rows
 from descant.server.app import bind
-from descant.service.service import Backend
+from descant.service.backends import Backend
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
 from descant.types import Command, ForwardBackward, ForwardBackwardOutput, OptimStep, OptimStepOutput, Result
 from descant.wire.encode import encode

@@ -37,11 +37,12 @@ from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSpec
 from descant.server.app import HttpServer, bind, create_app
 from descant.server.auth import Keys
+from descant.service.backends import Backend
 from descant.service.catalogue import Catalogue
 from descant.service.clock import SystemClock
 from descant.service.database import Database
 from descant.service.futures import SqlFutureStore
-from descant.service.service import Backend, Service
+from descant.service.service import Service
 from descant.wire.encode import encode
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from typing import Any
 from descant.errors import UserError
 from descant.ranks.settings import LossSettings, RankSettings, RaySettings
 from descant.server.routes import ServerSettings as HttpSettings
-from descant.service.service import ServiceSettings
+from descant.service.settings import ServiceSettings
 
 API_KEY_PREFIX = "tml-"
 """The SDK refuses locally any key that does not begin so."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from descant.dist.failure import DistributedFailure
 from descant.dist.referee import Invitation
-from descant.errors import DescantError, ServerError
+from descant.errors import DescantError, ServerError, UserError
 from descant.ranks.channel import Board, RankChannel
 from descant.ranks.messages import FromRank, Ready, StartFailed, Starting, ToRank
 from descant.ranks.settings import RankSpec, Seat
@@ -95,6 +95,9 @@ def run(
                 _follow(worker, peers, channel, board)
     except DistributedFailure as failure:
         print(failure.report(), file=sys.stderr, flush=True)
+        return 1
+    except UserError as error:  # a model that cannot be served: where that was found is of no interest
+        print(error.message, file=sys.stderr, flush=True)
         return 1
     except Exception:
         traceback.print_exc()

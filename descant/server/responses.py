@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from descant.errors import DescantError, Overloaded
-from descant.service.service import Pending, Submitted
+from descant.service.promises import Pending, Submitted
 from descant.wire.encode import describe_error
 
 

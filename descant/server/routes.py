@@ -21,7 +21,9 @@ from descant.errors import UserError
 from descant.server.auth import Keys
 from descant.server.longpoll import BrokenOff, LongPolls
 from descant.server.responses import error_response, json_response, submitted_response, try_again_response
-from descant.service.service import Pending, SampleSubmission, Service
+from descant.service.promises import Pending
+from descant.service.sampling import SampleSubmission
+from descant.service.service import Service
 from descant.wire import decode, requests
 
 R = TypeVar("R", bound=requests.Request)
@@ -168,7 +170,7 @@ class Routes:
         try:
             return await handler(Call(principal=principal, request=request, settings=self._settings))
         except requests.Malformed as error:
-            submitted = await self._service.refuse(
+            submitted = await self._service.training.refuse(
                 principal,
                 model_id=error.model_id,
                 seq_id=error.seq_id,
@@ -243,7 +245,7 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ models
     async def create_model(self, call: Call) -> Response:
         request = await call.json(requests.CreateModelRequest)
-        submitted = await self._service.create_model(
+        submitted = await self._service.training.create_model(
             call.principal,
             session_id=request.session_id,
             model_seq_id=request.model_seq_id,
@@ -256,7 +258,7 @@ class Routes:
 
     async def get_info(self, call: Call) -> Response:
         request = await call.json(requests.GetInfoRequest)
-        info = await self._service.get_info(call.principal, request.model_id)
+        info = await self._service.training.get_info(call.principal, request.model_id)
         return json_response(
             {
                 "type": "get_info",
@@ -279,16 +281,16 @@ class Routes:
         except BodyTooLarge as error:
             raise decode.unread_forward_backward(error.prefix, call.content_encoding, error.message) from None
         command = decode.decode_forward_backward(body, call.content_encoding, max_bytes=self._settings.max_body_bytes)
-        return submitted_response(await self._service.forward_backward(call.principal, command))
+        return submitted_response(await self._service.training.forward_backward(call.principal, command))
 
     async def optim_step(self, call: Call) -> Response:
         request = await call.json(requests.OptimStepRequest)
-        return submitted_response(await self._service.optim_step(call.principal, request.to_command()))
+        return submitted_response(await self._service.training.optim_step(call.principal, request.to_command()))
 
     # ------------------------------------------------------------------------------------------------ weights
     async def save_weights(self, call: Call) -> Response:
         request = await call.json(requests.SaveWeightsRequest)
-        submitted = await self._service.save_weights(
+        submitted = await self._service.training.save_weights(
             call.principal,
             model_id=request.model_id,
             seq_id=request.seq_id,
@@ -300,7 +302,7 @@ class Routes:
 
     async def save_weights_for_sampler(self, call: Call) -> Response:
         request = await call.json(requests.SaveWeightsForSamplerRequest)
-        submitted = await self._service.save_weights_for_sampler(
+        submitted = await self._service.training.save_weights_for_sampler(
             call.principal,
             model_id=request.model_id,
             seq_id=request.seq_id,
@@ -314,7 +316,7 @@ class Routes:
     async def load_weights(self, call: Call) -> Response:
         match (await call.json(requests.LoadWeightsRequest)).to_form():
             case requests.LoadIntoNewModel() as new:
-                submitted = await self._service.load_weights_new(
+                submitted = await self._service.training.load_weights_new(
                     call.principal,
                     session_id=new.session_id,
                     model_seq_id=new.model_seq_id,
@@ -324,7 +326,7 @@ class Routes:
                     user_metadata=new.user_metadata,
                 )
             case requests.LoadIntoModel() as into:
-                submitted = await self._service.load_weights_into(
+                submitted = await self._service.training.load_weights_into(
                     call.principal,
                     model_id=into.model_id,
                     seq_id=into.seq_id,
@@ -335,7 +337,7 @@ class Routes:
 
     async def weights_info(self, call: Call) -> Response:
         request = await call.json(requests.WeightsInfoRequest)
-        info = await self._service.weights_info(call.principal, request.tinker_path)
+        info = await self._service.training.weights_info(call.principal, request.tinker_path)
         return json_response(
             {
                 "base_model": info.base_model,
@@ -351,7 +353,7 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ sampling
     async def create_sampling_session(self, call: Call) -> Response:
         request = await call.json(requests.CreateSamplingSessionRequest)
-        sampling_session_id = await self._service.create_sampling_session(
+        sampling_session_id = await self._service.sampling.create_sampling_session(
             call.principal,
             session_id=request.session_id,
             sampling_session_seq_id=request.sampling_session_seq_id,
@@ -361,7 +363,7 @@ class Routes:
         return json_response({"sampling_session_id": sampling_session_id, "type": "create_sampling_session"})
 
     async def get_sampler(self, call: Call) -> Response:
-        info = await self._service.get_sampler(call.principal, call.request.path_params["sampling_session_id"])
+        info = await self._service.sampling.get_sampler(call.principal, call.request.path_params["sampling_session_id"])
         return json_response(
             {"sampler_id": info.sampling_session_id, "base_model": info.base_model, "model_path": info.model_path}
         )
@@ -381,19 +383,21 @@ class Routes:
             prompt_alt_tokens_k=request.prompt_alt_tokens_k or 0,
             topk_sample_logprobs=request.topk_sample_logprobs or 0,
         )
-        return submitted_response(await self._service.sample(call.principal, submission))
+        return submitted_response(await self._service.sampling.sample(call.principal, submission))
 
     # ------------------------------------------------------------------------------------------------ futures
     async def retrieve_future(self, call: Call) -> Response:
         request = await call.json(requests.RetrieveFutureRequest)
         try:
             state = await self._polls.wait(
-                self._service.retrieve_future(call.principal, request.request_id, timeout_s=self._settings.long_poll_s),
+                self._service.promises.retrieve_future(
+                    call.principal, request.request_id, timeout_s=self._settings.long_poll_s
+                ),
                 deadline_s=self._settings.long_poll_s + 5.0,
                 broken_off=call.broken_off(),
             )
         except BrokenOff:
-            await self._service.poll_broken_off(call.principal, request.request_id)
+            await self._service.promises.poll_broken_off(call.principal, request.request_id)
             return Response(status_code=499)  # which nobody reads
         match state:
             case types.FutureState(encoded=types.Encoded() as encoded):
@@ -406,7 +410,7 @@ class Routes:
 
     async def cancel_future(self, call: Call) -> Response:
         request = await call.json(requests.CancelFutureRequest)
-        await self._service.cancel_future(call.principal, request.request_id)
+        await self._service.promises.cancel_future(call.principal, request.request_id)
         return json_response({"type": "cancel_future"})
 
 

@@ -1,4 +1,4 @@
-"""From a snapshot to a committed checkpoint, while training goes on."""
+"""Clients' checkpoints: from a snapshot to a committed one while training goes on, opened, deleted in time."""
 
 from __future__ import annotations
 
@@ -73,6 +73,18 @@ class Saves:
                 return checkpoint
         finally:
             await drop(trainer, ref)
+
+    async def open(self, principal: str, path: str) -> Checkpoint:
+        """Raises ``NotFound`` for a path that is not there or is somebody else's, ``UserError`` for what is no path."""
+        name = parse_path(path)
+        missing = NotFound(f"no checkpoint {path}")
+        try:
+            checkpoint = await self._checkpoints.open(name)
+        except NotFound:
+            raise missing from None
+        if checkpoint.manifest.owner != principal:
+            raise missing
+        return checkpoint
 
     async def delete_expired(self) -> None:
         for uri in await self._catalogue.expired_checkpoints(self._clock.now()):

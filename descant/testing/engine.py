@@ -22,7 +22,7 @@ import pytest
 
 from descant.errors import DescantError, NotFound, Overloaded, UserError
 from descant.ports import Engine
-from descant.service.service import Backend
+from descant.service.backends import Backend
 from descant.testing.trainer import DEADLINE_S, Model, datum, output, result, saved, text
 from descant.types import (
     EMPTY_TOPK,

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
-from descant.service.service import Backend
+from descant.service.backends import Backend
 from descant.testing.engine import EngineSuite
 from descant.testing.ranks import SETTINGS
 from descant.testing.tidy import Tidy

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from descant.errors import DescantError, Overloaded
-from descant.service.service import Backend
+from descant.service.backends import Backend
 from descant.testing.engine import EngineSuite
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld, Weights
 from descant.testing.ranks import tiny_ranks, tiny_replica, tiny_replica_set

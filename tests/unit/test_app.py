@@ -15,7 +15,7 @@ from tinker import types
 from descant import app
 from descant.config import Settings, load_settings
 from descant.errors import UserError
-from descant.service.service import Backend
+from descant.service.backends import Backend
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
 from descant.types import ForwardBackward
 

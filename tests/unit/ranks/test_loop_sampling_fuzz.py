@@ -16,7 +16,7 @@ from descant.errors import NotFound, Overloaded
 from descant.model.load import ModelSource, load_model
 from descant.ranks.replica import Replica
 from descant.ranks.worker import Worker
-from descant.service.service import Backend
+from descant.service.backends import Backend
 from descant.testing.engine import Sampled, frozen, request, sampled, trained
 from descant.testing.ranks import SETTINGS
 from descant.testing.tiny import tiny_model

@@ -17,7 +17,9 @@ from descant.errors import Gone, NotFound, Overloaded, UserError
 from descant.server.app import HttpServer, bind, create_app
 from descant.server.auth import Keys
 from descant.server.routes import ServerSettings
-from descant.service.service import ModelInfo, Pending, SamplerInfo, SampleSubmission, Submitted, WeightsInfo
+from descant.service.promises import Pending, Submitted
+from descant.service.sampling import SamplerInfo, SampleSubmission
+from descant.service.training import ModelInfo, WeightsInfo
 from descant.types import (
     Encoded,
     ForwardBackward,
@@ -83,6 +85,8 @@ class StubService:
         self.broken = False
         """``get_info`` raises what is not in the error tree."""
         self.resolved = asyncio.Event()
+        self.training = self.sampling = self.promises = self
+        """All the parts of a service at once."""
 
     # -- helpers
     def _put(self, principal: str, answer: Any, **more: Any) -> Submitted:

@@ -20,11 +20,12 @@ from tinker import types as sdk
 from descant.server.app import HttpServer, bind, create_app
 from descant.server.auth import Keys
 from descant.server.routes import ServerSettings
+from descant.service.backends import Backend
 from descant.service.catalogue import Catalogue
 from descant.service.clock import SystemClock
 from descant.service.database import Database
 from descant.service.futures import SqlFutureStore
-from descant.service.service import Backend, Service
+from descant.service.service import Service
 from descant.testing.fakes import FakeCheckpointStore, FakeEngine, FakeTrainer, FakeWorld
 from descant.wire.encode import encode
 

@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 
 from descant.errors import DescantError
+from descant.service.backends import Backend
 from descant.service.catalogue import Catalogue
 from descant.service.database import Database
 from descant.service.futures import SqlFutureStore
-from descant.service.service import Backend, Pending, SampleSubmission, Service, ServiceSettings, Submitted
+from descant.service.promises import Pending, Submitted
+from descant.service.sampling import SampleSubmission
+from descant.service.service import Service
+from descant.service.settings import ServiceSettings
 from descant.testing.clock import FakeClock
 from descant.testing.fakes import FakeCheckpointStore, FakeEngine, FakeTrainer, FakeWorld
 from descant.types import (
@@ -129,7 +133,7 @@ class Harness:
     async def create(
         self, session_id: str, model_seq_id: int = 0, *, owner: str = "alice", base: str = BASE, rank: int = 2
     ) -> Submitted:
-        return await self.service.create_model(
+        return await self.service.training.create_model(
             owner,
             session_id=session_id,
             model_seq_id=model_seq_id,
@@ -147,17 +151,19 @@ class Harness:
         return submitted.model_id
 
     async def fb(self, model_id: str, seq_id: int, *, owner: str = "alice", forward_only: bool = False) -> Submitted:
-        return await self.service.forward_backward(owner, forward_backward(model_id, seq_id, forward_only=forward_only))
+        return await self.service.training.forward_backward(
+            owner, forward_backward(model_id, seq_id, forward_only=forward_only)
+        )
 
     async def step(self, model_id: str, seq_id: int, *, owner: str = "alice", lr: float = 0.1) -> Submitted:
         command = OptimStep(model_id=model_id, seq_id=seq_id, adam_params=AdamParams(learning_rate=lr))
-        return await self.service.optim_step(owner, command)
+        return await self.service.training.optim_step(owner, command)
 
     async def save(
         self, model_id: str, seq_id: int, name: str = "a", *, owner: str = "alice", overwrite: bool = False,
         ttl: int | None = None,
     ) -> Submitted:  # fmt: skip
-        return await self.service.save_weights(
+        return await self.service.training.save_weights(
             owner, model_id=model_id, seq_id=seq_id, name=name, overwrite=overwrite, ttl_seconds=ttl
         )
 
@@ -165,7 +171,7 @@ class Harness:
         self, model_id: str, seq_id: int, *, name: str | None = None, number: int | None = None, owner: str = "alice",
         kind: SamplerKind | None = None,
     ) -> Submitted:  # fmt: skip
-        return await self.service.save_weights_for_sampler(
+        return await self.service.training.save_weights_for_sampler(
             owner,
             model_id=model_id,
             seq_id=seq_id,
@@ -176,12 +182,14 @@ class Harness:
         )
 
     async def sample(self, sampling_session_id: str, seq_id: int = 0, *, owner: str = "alice", n: int = 1) -> Submitted:
-        return await self.service.sample(owner, submission(sampling_session_id, seq_id, n=n))
+        return await self.service.sampling.sample(owner, submission(sampling_session_id, seq_id, n=n))
 
     async def answer(self, submitted: Submitted | str, *, owner: str = "alice") -> Any:
         """The answer or the error that a client's future ends with."""
         request_id = submitted if isinstance(submitted, str) else submitted.request_id
-        state = await asyncio.wait_for(self.service.retrieve_future(owner, request_id, timeout_s=10**9), PATIENCE_S)
+        state = await asyncio.wait_for(
+            self.service.promises.retrieve_future(owner, request_id, timeout_s=10**9), PATIENCE_S
+        )
         assert not isinstance(state, Pending), state.reason
         assert state.encoded is not None
         answer = pickle.loads(state.encoded.body)
@@ -201,7 +209,7 @@ class Harness:
 
     async def pending(self, submitted: Submitted, *, owner: str = "alice") -> str:
         """The reason why it has not ended."""
-        state = await self.service.retrieve_future(owner, submitted.request_id, timeout_s=0)
+        state = await self.service.promises.retrieve_future(owner, submitted.request_id, timeout_s=0)
         assert isinstance(state, Pending)
         assert state.queue_state == "active"
         return state.reason

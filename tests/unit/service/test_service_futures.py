@@ -11,8 +11,8 @@ from descant.errors import NotFound, ServerError
 from descant.service import schema
 from descant.service.database import Database
 from descant.service.futures import SqlFutureStore
+from descant.service.promises import Pending
 from descant.service.schema import MIGRATIONS, migrate
-from descant.service.service import Pending
 from descant.testing.clock import FakeClock
 from descant.types import Answer, Encoded, ForwardBackward, FutureKey
 
@@ -28,7 +28,7 @@ async def test_the_store_does_not_grow_for_ever(harness: Harness) -> None:
     (row,) = await harness.database.read(select(func.count()).select_from(schema.futures))
     assert row[0] <= 14, "what ended in the last six hours"
     with pytest.raises(NotFound):
-        await harness.service.retrieve_future("alice", first.request_id, timeout_s=0)
+        await harness.service.promises.retrieve_future("alice", first.request_id, timeout_s=0)
 
 
 async def test_a_long_poll_ends_with_a_reason(harness: Harness) -> None:
@@ -49,12 +49,12 @@ async def test_a_long_poll_ends_with_a_reason(harness: Harness) -> None:
     assert "ahead of it are 1 requests of this model (first forward_backward, seq_id 1) and 1 of other models" in reason
     assert f"6 tokens{now}" in reason
     assert other not in reason
-    poll = asyncio.create_task(harness.service.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
+    poll = asyncio.create_task(harness.service.promises.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
     await harness.advance(24.0)
     assert not poll.done()
     await harness.advance(2.0)
     assert isinstance(await poll, Pending)
-    poll = asyncio.create_task(harness.service.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
+    poll = asyncio.create_task(harness.service.promises.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
     await harness.advance(1.0)
     release.set()
     state = await asyncio.wait_for(poll, 10.0)

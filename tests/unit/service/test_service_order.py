@@ -102,7 +102,7 @@ async def test_the_first_step_after_a_closed_hole_fails_and_the_next_works(harne
     assert not harness.weights(model).any()
     await harness.result(await harness.fb(model, 5))
     await harness.result(await harness.step(model, 6))
-    await harness.result(await harness.service.forward_backward("alice", forward_backward(clean, 1)))
+    await harness.result(await harness.service.training.forward_backward("alice", forward_backward(clean, 1)))
     await harness.result(await harness.step(clean, 2))
     assert harness.weights(model).any()
 
@@ -143,12 +143,12 @@ async def test_nothing_that_waited_behind_a_hole_is_stepped(
     np.testing.assert_array_equal(harness.weights(model), harness.weights(clean))
     at = 5 + len(waiting)
     command = forward_backward(model, at)
-    await harness.result(await harness.service.forward_backward("alice", command))
+    await harness.result(await harness.service.training.forward_backward("alice", command))
     answer = await harness.answer(await harness.step(model, at + 1))
     assert isinstance(answer, DescantError) != next_step_works
     if next_step_works:
         await harness.result(
-            await harness.service.forward_backward("alice", replace(command, model_id=clean, seq_id=3))
+            await harness.service.training.forward_backward("alice", replace(command, model_id=clean, seq_id=3))
         )
         await harness.result(await harness.step(clean, 4))
     np.testing.assert_array_equal(harness.weights(model), harness.weights(clean))
@@ -168,7 +168,7 @@ async def test_a_refused_request_takes_its_place(harness: Harness) -> None:
     model = await harness.model()
     await harness.result(await harness.fb(model, 1))
     step = await harness.step(model, 3)
-    refused = await harness.service.refuse(
+    refused = await harness.service.training.refuse(
         "alice", model_id=model, seq_id=2, operation="forward_backward", message="data is empty", loses_gradient=True
     )
     assert (await harness.error(refused)).message == "data is empty"
@@ -186,7 +186,7 @@ async def test_what_is_refused_at_once_consumes_its_id(harness: Harness) -> None
     with pytest.raises(UserError, match="ttl_seconds"):
         await harness.save(model, 3, "a", ttl=5)
     with pytest.raises(UserError, match="expected 1"):
-        await harness.service.load_weights_into("alice", model_id=model, seq_id=4, path="tinker://x/weights/y", optimizer=False)  # fmt: skip  # noqa: E501
+        await harness.service.training.load_weights_into("alice", model_id=model, seq_id=4, path="tinker://x/weights/y", optimizer=False)  # fmt: skip  # noqa: E501
     with pytest.raises(UserError, match="sampling_session_seq_id"):
         await harness.sampler(model, 5)
     with pytest.raises(UserError, match="name"):

@@ -38,35 +38,35 @@ CALLS: dict[str, Call] = {
     "heartbeat": lambda h, ids, _: h.service.heartbeat("bob", ids["session"]),
     "finish_session": lambda h, ids, _: h.service.finish_session("bob", ids["session"], reason="errored", detail=None),
     "create_model": lambda h, ids, _: h.create(ids["session"], owner="bob"),
-    "get_info": lambda h, ids, _: h.service.get_info("bob", ids["model"]),
+    "get_info": lambda h, ids, _: h.service.training.get_info("bob", ids["model"]),
     "forward_backward": lambda h, ids, _: h.fb(ids["model"], 9, owner="bob"),
     "optim_step": lambda h, ids, _: h.step(ids["model"], 9, owner="bob"),
-    "refuse": lambda h, ids, _: h.service.refuse(
+    "refuse": lambda h, ids, _: h.service.training.refuse(
         "bob", model_id=ids["model"], seq_id=9, operation="x", message="x", loses_gradient=True
     ),
     "save_weights": lambda h, ids, _: h.save(ids["model"], 9, owner="bob"),
     "save_weights, malformed": lambda h, ids, _: h.save(ids["model"], 9, "a/b", owner="bob"),
-    "load_weights_new, session": lambda h, ids, own: h.service.load_weights_new(
+    "load_weights_new, session": lambda h, ids, own: h.service.training.load_weights_new(
         "bob", session_id=ids["session"], model_seq_id=0, path=ids["path"], optimizer=False, base_model=None,
         user_metadata=None,
     ),
-    "load_weights_new, path": lambda h, ids, own: h.service.load_weights_new(
+    "load_weights_new, path": lambda h, ids, own: h.service.training.load_weights_new(
         "bob", session_id=own, model_seq_id=0, path=ids["path"], optimizer=False, base_model=None, user_metadata=None
     ),
-    "load_weights_into": lambda h, ids, _: h.service.load_weights_into(
+    "load_weights_into": lambda h, ids, _: h.service.training.load_weights_into(
         "bob", model_id=ids["model"], seq_id=1, path=ids["path"], optimizer=False
     ),
     "save_weights_for_sampler": lambda h, ids, _: h.sampler(ids["model"], 9, number=7, owner="bob"),
-    "weights_info": lambda h, ids, _: h.service.weights_info("bob", ids["path"]),
-    "create_sampling_session, session": lambda h, ids, _: h.service.create_sampling_session(
+    "weights_info": lambda h, ids, _: h.service.training.weights_info("bob", ids["path"]),
+    "create_sampling_session, session": lambda h, ids, _: h.service.sampling.create_sampling_session(
         "bob", session_id=ids["session"], sampling_session_seq_id=5, base_model=BASE, model_path=None
     ),
-    "create_sampling_session, path": lambda h, ids, own: h.service.create_sampling_session(
+    "create_sampling_session, path": lambda h, ids, own: h.service.sampling.create_sampling_session(
         "bob", session_id=own, sampling_session_seq_id=5, base_model=None, model_path=ids["path"]
     ),
-    "get_sampler": lambda h, ids, _: h.service.get_sampler("bob", ids["sampler"]),
+    "get_sampler": lambda h, ids, _: h.service.sampling.get_sampler("bob", ids["sampler"]),
     "sample": lambda h, ids, _: h.sample(ids["sampler"], 9, owner="bob"),
-    "retrieve_future": lambda h, ids, _: h.service.retrieve_future("bob", ids["request"], timeout_s=25.0),
+    "retrieve_future": lambda h, ids, _: h.service.promises.retrieve_future("bob", ids["request"], timeout_s=25.0),
 }  # fmt: skip
 
 
@@ -93,7 +93,9 @@ async def test_a_path_of_anothers_does_not_tell_whether_it_exists_when_loaded_in
     errors = []
     for path in (alices["path"], NOBODYS["path"]):
         model = await harness.model(owner="bob")
-        sent = await harness.service.load_weights_into("bob", model_id=model, seq_id=1, path=path, optimizer=False)
+        sent = await harness.service.training.load_weights_into(
+            "bob", model_id=model, seq_id=1, path=path, optimizer=False
+        )
         errors.append((await harness.error(sent, owner="bob")).message.replace(path, "path"))
     assert errors[0] == errors[1]
 
@@ -108,6 +110,6 @@ async def test_the_same_numbers_of_two_owners_are_two_models(harness: Harness) -
     models = [await harness.model(owner=owner) for owner in ("alice", "bob")]
     for model, owner in zip(models, ("alice", "bob")):
         await harness.result(await harness.fb(model, 1, owner=owner), owner=owner)
-        info = await harness.service.get_info(owner, model)
+        info = await harness.service.training.get_info(owner, model)
         assert info.user_metadata == {"who": owner}
         assert info.lora == LoraConfig(rank=2, seed=7)

@@ -24,7 +24,7 @@ async def test_train_save_sample_load(harness: Harness) -> None:
     assert first.metrics["loss:sum"] > 0
     assert second.metrics["loss:sum"] > 0
 
-    path_sampler = await harness.service.create_sampling_session(
+    path_sampler = await harness.service.sampling.create_sampling_session(
         "alice", session_id=session, sampling_session_seq_id=1, base_model=None, model_path=named.path
     )
     one, two = await harness.greedy(path_sampler), await harness.greedy(f"{session}:sample:0")
@@ -33,7 +33,7 @@ async def test_train_save_sample_load(harness: Harness) -> None:
     assert {v.number for v in one.versions} == {4}
     assert {v.number for v in two.versions} == {5}
 
-    loaded = await harness.service.load_weights_new(
+    loaded = await harness.service.training.load_weights_new(
         "alice", session_id=session, model_seq_id=1, path=f"tinker://{model}/weights/mid", optimizer=True,
         base_model=None, user_metadata=None,
     )  # fmt: skip

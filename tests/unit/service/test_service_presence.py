@@ -10,7 +10,7 @@ from service_harness import BASE, Harness
 
 from descant.errors import Gone, NotFound, ServerError, UserError
 from descant.service.presence import CLONE_IDS
-from descant.service.service import Pending, Submitted
+from descant.service.promises import Pending, Submitted
 from descant.testing.clock import settle
 from descant.types import SampleRequest
 
@@ -40,7 +40,7 @@ class Sampling:
         return sent
 
     async def poll(self, submitted: Submitted) -> None:
-        wait = self.harness.service.retrieve_future("alice", submitted.request_id, timeout_s=10**9)
+        wait = self.harness.service.promises.retrieve_future("alice", submitted.request_id, timeout_s=10**9)
         self.polls[submitted.request_id] = asyncio.create_task(wait)
         await settle()
 
@@ -49,25 +49,25 @@ class Sampling:
         poll = self.polls.pop(submitted.request_id)
         poll.cancel()
         await asyncio.wait([poll])
-        await self.harness.service.poll_broken_off("alice", submitted.request_id)
+        await self.harness.service.promises.poll_broken_off("alice", submitted.request_id)
         await settle()
 
     def running(self) -> int:
-        return self.harness.service._samples_in_flight[BASE]
+        return self.harness.service.sampling.in_flight[BASE]
 
     async def gone(self, submitted: Submitted) -> None:
         with pytest.raises(Gone, match="send it again"):
-            await self.harness.service.retrieve_future("alice", submitted.request_id, timeout_s=0)
+            await self.harness.service.promises.retrieve_future("alice", submitted.request_id, timeout_s=0)
 
     async def there(self, submitted: Submitted) -> None:
-        state = await self.harness.service.retrieve_future("alice", submitted.request_id, timeout_s=0)
+        state = await self.harness.service.promises.retrieve_future("alice", submitted.request_id, timeout_s=0)
         assert isinstance(state, Pending)
 
 
 @pytest.fixture
 async def sampling(harness: Harness) -> Sampling:
     session = await harness.session()
-    sampler = await harness.service.create_sampling_session(
+    sampler = await harness.service.sampling.create_sampling_session(
         "alice", session_id=session, sampling_session_seq_id=0, base_model=BASE, model_path=None
     )
     return Sampling(harness, session, sampler)
@@ -167,9 +167,9 @@ async def test_cancel_ends_a_sampling_request_and_nothing_else(harness: Harness,
     held = await harness.fb(model, 2)
     cancelled, other = await sampling.submit(0, 1)
     with pytest.raises(NotFound):
-        await harness.service.cancel_future("bob", cancelled.request_id)
+        await harness.service.promises.cancel_future("bob", cancelled.request_id)
     for submitted in (cancelled, cancelled, held):
-        await harness.service.cancel_future("alice", submitted.request_id)
+        await harness.service.promises.cancel_future("alice", submitted.request_id)
     assert isinstance(error := await harness.error(cancelled), UserError)
     assert "cancelled" in str(error)
     await harness.until(lambda: sampling.running() == 1)
@@ -177,4 +177,4 @@ async def test_cancel_ends_a_sampling_request_and_nothing_else(harness: Harness,
     await harness.result(other)
     await harness.result(await harness.fb(model, 1))
     await harness.result(held)
-    await harness.service.cancel_future("alice", other.request_id)
+    await harness.service.promises.cancel_future("alice", other.request_id)

@@ -25,8 +25,8 @@ async def test_sessions_finished_futures_and_checkpoints_survive(harness: Harnes
     assert await harness.session(key="k") == session
     assert await harness.result(saved) == answer
     assert (await harness.save(model, 1, "kept")).request_id == saved.request_id
-    assert (await harness.service.weights_info("alice", answer.path)).lora.rank == 2
-    assert (await harness.service.get_info("alice", model)).lora.rank == 2
+    assert (await harness.service.training.weights_info("alice", answer.path)).lora.rank == 2
+    assert (await harness.service.training.get_info("alice", model)).lora.rank == 2
 
 
 async def test_a_call_on_a_model_that_was_live_fails_naming_the_newest_checkpoint(harness: Harness) -> None:
@@ -41,7 +41,7 @@ async def test_a_call_on_a_model_that_was_live_fails_naming_the_newest_checkpoin
         await harness.save(model, 5),
         await harness.sampler(model, 6, number=0),
         await harness.sampler(model, 7, name="x"),
-        await harness.service.refuse(
+        await harness.service.training.refuse(
             "alice", model_id=model, seq_id=8, operation="optim_step", message="no", loses_gradient=False
         ),
     ]:
@@ -56,7 +56,7 @@ async def test_a_lost_model_without_a_checkpoint_says_so(harness: Harness) -> No
     session = await harness.session()
     model = await harness.model(session)
     saved = await harness.result(await harness.save(model, 1))
-    child = await harness.service.load_weights_new(
+    child = await harness.service.training.load_weights_new(
         "alice", session_id=session, model_seq_id=1, path=saved.path, optimizer=True, base_model=None,
         user_metadata=None,
     )  # fmt: skip
@@ -84,7 +84,7 @@ async def test_pending_futures_fail_at_the_start(harness: Harness) -> None:
             await release.wait()
 
     harness.hook = hook
-    base_sampler = await harness.service.create_sampling_session(
+    base_sampler = await harness.service.sampling.create_sampling_session(
         "alice", session_id=session, sampling_session_seq_id=0, base_model=BASE, model_path=None
     )
     running = await harness.fb(model, 2)
@@ -111,18 +111,18 @@ async def test_training_goes_on_from_the_checkpoint(harness: Harness) -> None:
         await harness.result(await harness.step(one, 2))
     saved = await harness.result(await harness.save(model, 3))
     next_pass = forward_backward(undisturbed, 3)
-    await harness.result(await harness.service.forward_backward("alice", next_pass))
+    await harness.result(await harness.service.training.forward_backward("alice", next_pass))
     await harness.result(await harness.step(undisturbed, 4))
     expected = harness.weights(undisturbed).copy()
     await harness.restart()
-    again = await harness.service.load_weights_new(
+    again = await harness.service.training.load_weights_new(
         "alice", session_id=session, model_seq_id=2, path=saved.path, optimizer=True, base_model=BASE,
         user_metadata=None,
     )  # fmt: skip
     assert again.model_id is not None
     assert isinstance(await harness.result(again), WeightsLoaded)
     resumed = replace(next_pass, model_id=again.model_id, seq_id=1)
-    await harness.result(await harness.service.forward_backward("alice", resumed))
+    await harness.result(await harness.service.training.forward_backward("alice", resumed))
     await harness.result(await harness.step(again.model_id, 2))
     np.testing.assert_allclose(harness.weights(again.model_id), expected, atol=1e-6)
 
@@ -134,7 +134,7 @@ async def test_path_samplers_go_on_and_ephemeral_ones_are_lost(harness: Harness)
     await harness.result(await harness.step(model, 2))
     named = await harness.result(await harness.sampler(model, 3, name="s"))
     ephemeral = (await harness.result(await harness.sampler(model, 4, number=0))).sampling_session_id
-    path_sampler = await harness.service.create_sampling_session(
+    path_sampler = await harness.service.sampling.create_sampling_session(
         "alice", session_id=session, sampling_session_seq_id=1, base_model=None, model_path=named.path
     )
     before = await harness.greedy(path_sampler)
@@ -144,7 +144,7 @@ async def test_path_samplers_go_on_and_ephemeral_ones_are_lost(harness: Harness)
     error = await harness.error(await harness.sample(ephemeral))
     assert isinstance(error, Lost)
     assert f"tinker://{model}/sampler_weights/s" in error.message
-    info = await harness.service.get_sampler("alice", path_sampler)
+    info = await harness.service.sampling.get_sampler("alice", path_sampler)
     assert (info.base_model, info.model_path) == (BASE, named.path)
 
 
@@ -155,7 +155,7 @@ async def test_a_restarted_backend_loses_its_models_and_nothing_else(harness: Ha
     saved = await harness.result(await harness.save(model, 1))
     named = await harness.result(await harness.sampler(model, 2, name="s"))
     ephemeral = (await harness.result(await harness.sampler(model, 3, number=0))).sampling_session_id
-    path_sampler = await harness.service.create_sampling_session(
+    path_sampler = await harness.service.sampling.create_sampling_session(
         "alice", session_id=session, sampling_session_seq_id=1, base_model=None, model_path=named.path
     )
     await harness.greedy(path_sampler)
@@ -199,7 +199,7 @@ async def test_one_of_several_processes_of_a_base_loses_what_is_named_and_nothin
         if model == gone or await harness.result(await harness.fb(model, 1))
     ]
     named = await harness.result(await harness.sampler(stays, 3, name="s"))
-    path_sampler = await harness.service.create_sampling_session(
+    path_sampler = await harness.service.sampling.create_sampling_session(
         "alice", session_id=session, sampling_session_seq_id=9, base_model=None, model_path=named.path
     )
     before = await harness.greedy(path_sampler)

@@ -25,7 +25,7 @@ from descant.types import (
 
 
 async def sampler(harness: Harness, session: str, number: int, path: str | None = None) -> str:
-    return await harness.service.create_sampling_session(
+    return await harness.service.sampling.create_sampling_session(
         "alice",
         session_id=session,
         sampling_session_seq_id=number,
@@ -90,7 +90,7 @@ async def test_an_inflight_client_follows_and_older_weights_stay_for_snapshots_o
     assert held() == {6, 12}
     await harness.service.finish_session("alice", session, reason="success", detail=None)
     await harness.until(lambda: not harness.world.published)
-    publications = harness.service._publications[BASE]
+    publications = harness.service.sampling._publications[BASE]
     assert publications._following == publications._newest == publications._users == {}
 
 
@@ -238,7 +238,7 @@ async def test_a_number_names_one_sampler(harness: Harness) -> None:
     with pytest.raises(UserError, match="sampling session already"):
         await sampler(harness, session, 1)
     with pytest.raises(UserError, match="neither"):
-        await harness.service.create_sampling_session(
+        await harness.service.sampling.create_sampling_session(
             "alice", session_id=session, sampling_session_seq_id=2, base_model=None, model_path=None
         )
 
@@ -305,8 +305,8 @@ async def test_what_a_sample_refuses(harness: Harness) -> None:
         ({"seq_id": -1}, "seq_id is -1"),
     ):
         with pytest.raises(UserError, match=match):
-            await harness.service.sample("alice", replace(submission(id_), **wrong))
-    error = await harness.error(await harness.service.sample("alice", replace(submission(id_), prompt=())))
+            await harness.service.sampling.sample("alice", replace(submission(id_), **wrong))
+    error = await harness.error(await harness.service.sampling.sample("alice", replace(submission(id_), prompt=())))
     assert "prompt" in error.message
 
 

@@ -30,7 +30,7 @@ async def test_training_goes_on_while_a_save_is_written(harness: Harness) -> Non
     release.set()
     saved = await harness.result(save)
     harness.hook = None
-    loaded = await harness.service.load_weights_new(
+    loaded = await harness.service.training.load_weights_new(
         "alice", session_id=await harness.session(), model_seq_id=0, path=saved.path, optimizer=True, base_model=None,
         user_metadata=None,
     )  # fmt: skip
@@ -133,11 +133,11 @@ async def test_a_checkpoint_ends_at_its_time(harness: Harness) -> None:
     await harness.result(await harness.save(model, 3, "renewed", overwrite=True))
     await harness.advance(3500.0)
     await harness.service.heartbeat("alice", session)
-    await harness.service.weights_info("alice", short.path)
+    await harness.service.training.weights_info("alice", short.path)
     await harness.advance(200.0)
     with pytest.raises(NotFound):
-        await harness.service.weights_info("alice", short.path)
-    await harness.service.weights_info("alice", renewed.path)
+        await harness.service.training.weights_info("alice", short.path)
+    await harness.service.training.weights_info("alice", renewed.path)
 
 
 async def test_load_into_a_model(harness: Harness) -> None:
@@ -147,13 +147,17 @@ async def test_load_into_a_model(harness: Harness) -> None:
     await harness.result(await harness.step(model, 2))
     saved = await harness.result(await harness.save(model, 3))
     other = await harness.model(session, model_seq_id=1)
-    sent = await harness.service.load_weights_into("alice", model_id=other, seq_id=1, path=saved.path, optimizer=True)
+    sent = await harness.service.training.load_weights_into(
+        "alice", model_id=other, seq_id=1, path=saved.path, optimizer=True
+    )
     assert (await harness.result(sent)).path == saved.path
     np.testing.assert_allclose(harness.weights(other), harness.weights(model), atol=1e-6)
 
 
 async def _load_error(harness: Harness, model: str, path: str, optimizer: bool = False) -> str:
-    sent = await harness.service.load_weights_into("alice", model_id=model, seq_id=1, path=path, optimizer=optimizer)
+    sent = await harness.service.training.load_weights_into(
+        "alice", model_id=model, seq_id=1, path=path, optimizer=optimizer
+    )
     error = await harness.error(sent)
     assert error.category == "user"
     return error.message
@@ -179,7 +183,7 @@ async def test_what_cannot_be_loaded_is_refused_with_a_sentence(harness: Harness
     await harness.result(await harness.fb(unknown, 2)), "the id is consumed, the model usable"
 
     async def load_new(path: str, base_model: str | None = None, optimizer: bool = False) -> None:
-        await harness.service.load_weights_new(
+        await harness.service.training.load_weights_new(
             "alice", session_id=session, model_seq_id=99, path=path, optimizer=optimizer, base_model=base_model,
             user_metadata=None,
         )  # fmt: skip

@@ -56,9 +56,22 @@ async def test_finishing_waits_for_what_is_being_written(harness: Harness) -> No
     release.set()
     saved = await harness.result(save)
     await harness.until(lambda: not harness.world.adapters)
-    await harness.service.weights_info("alice", saved.path)
+    await harness.service.training.weights_info("alice", saved.path)
     with pytest.raises(Gone, match="success"):
         await harness.create(session, 1)
+
+
+async def test_a_session_that_is_over_leaves_memory(harness: Harness) -> None:
+    service = harness.service
+    over, stays = await harness.session(), await harness.session()
+    models = [await harness.model(session) for session in (over, stays)]
+    for model in models:
+        sampler = (await harness.result(await harness.sampler(model, 1, number=0))).sampling_session_id
+        await harness.greedy(sampler)
+    await service.finish_session("alice", over, reason="success", detail=None)
+    assert [session.record.session_id for session in service._sessions] == [stays]
+    assert [model.record.model_id for model in service.training.models()] == models[1:]
+    assert {sampler.session_id for sampler in service.sampling._samplers.values()} == {stays}
 
 
 async def test_the_idempotency_key(harness: Harness) -> None:
@@ -73,7 +86,7 @@ async def test_what_create_model_refuses(harness: Harness) -> None:
     session = await harness.session()
 
     async def create(base: str = BASE, optimizer: str = "adamw", seq: int = 0, **lora: object) -> None:
-        await harness.service.create_model(
+        await harness.service.training.create_model(
             "alice", session_id=session, model_seq_id=seq, base_model=base, lora=replace(LoraConfig(), **lora),
             optimizer=optimizer, user_metadata=None,
         )  # fmt: skip
