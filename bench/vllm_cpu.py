@@ -12,6 +12,9 @@ vLLM's server is started as
 with the directory that ``descant`` has of the model, and gets random adapters of rank 16 on all linear layers. Descant
 is started by this script and asked through the ``tinker`` SDK. Both serve with as many threads as they choose, one
 works while the other waits, rounds alternate, the best of each counts.
+
+If vLLM fails as it starts over ``torchcodec`` (a library of FFmpeg's that it cannot load), uninstall that from vLLM's
+environment: nothing here needs it.
 """
 
 from __future__ import annotations

@@ -451,7 +451,9 @@ class SampleDelta:
     Not streaming: one delta per sample, at its end, with all its tokens; one more whenever its weights change
     (``SampleRequest.inflight``). Streaming: several; ``tokens``, ``logprobs`` and ``topk_logprobs`` are the new ones'.
     ``prompt`` comes once, with the first delta of the request that knows it. ``stop_reason`` is set on a sample's last
-    delta.
+    delta. ``prompt_cache_hit_tokens`` is set on the request's first delta: how many of the prompt's tokens were not
+    computed for its first sample, since their keys and values were there. What samples have from one another does not
+    count.
     """
 
     request_id: str
@@ -461,6 +463,7 @@ class SampleDelta:
     stop_reason: StopReason | None
     version: Version | None
     prompt: PromptScores | None = None
+    prompt_cache_hit_tokens: int = 0
     topk_logprobs: TopK | None = None
 
 
@@ -471,6 +474,7 @@ class SampleOutput:
     sequences: tuple[SampledSequence, ...]
     prompt: PromptScores | None
     versions: tuple[Version, ...]
+    prompt_cache_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

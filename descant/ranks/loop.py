@@ -44,11 +44,13 @@ from descant.ranks.turns import (
     Microbatch,
     Rows,
     SampleStep,
+    SamplingRank,
     Waiting,
     WaitingDatum,
     WaitingModel,
     credit_after,
     decide,
+    sampling_rank,
     served_on_arrival,
     split,
 )
@@ -68,6 +70,7 @@ from descant.types import (
     ModelFacts,
     Result,
     SampleDelta,
+    SampleRequest,
     SnapshotRef,
     Version,
     input_length,
@@ -147,8 +150,14 @@ class Executor(Protocol):
     def publish(self, ref: SnapshotRef, loaded: Any | None) -> None: ...
     def is_published(self, version: Version) -> bool: ...
     def release_version(self, version: Version) -> None: ...
-    def acquire(self, version: Version | None) -> None: ...
-    def free(self, version: Version | None) -> None: ...
+    def acquire(self, version: Version | None, count: int = 1) -> None:
+        """For as many requests as ``count``, or for none of them. Raises ``NotFound``, or ``ServerError`` where its
+        weights cannot be had."""
+        ...
+
+    def free(self, version: Version | None) -> None:
+        """Undoes it for one request."""
+        ...
 
 
 @dataclass(slots=True)
@@ -346,12 +355,15 @@ class TurnLoop:
         newest = self._newest.get(version.model_id)
         if newest is None or newest.number < version.number:
             self._newest[version.model_id] = version
-        for request_id in [r for scheduler in self._schedulers for r in scheduler.followers(version)]:
-            try:
-                self._executor.acquire(version)
-            except Exception as error:  # it goes on with what it has
-                log.warning("a request stays with its weights, newer ones could not be had: %s", as_descant(error))
-                continue
+        followers = [r for scheduler in self._schedulers for r in scheduler.followers(version)]
+        if not followers:
+            return
+        try:
+            self._executor.acquire(version, len(followers))
+        except Exception as error:  # they go on with what they have
+            log.warning("requests stay with their weights, newer ones could not be had: %s", as_descant(error))
+            return
+        for request_id in followers:
             sampled = self._samples[request_id]
             deltas = sampled.scheduler.move(request_id, version)
             self._samples[request_id] = replace(sampled, version=version)
@@ -520,9 +532,7 @@ class TurnLoop:
 
     # ------------------------------------------------------------------------------------------------ sampling
     def _start_sample(self, message: Sample) -> None:
-        """On the rank with the fewest sequences."""
         request = message.request
-        scheduler = min(self._schedulers, key=_num_sequences)
         acquired = False
         if request.inflight and request.version is not None:
             newest = self._newest.get(request.version.model_id, request.version)
@@ -533,6 +543,7 @@ class TurnLoop:
                 raise UserError(f"request {request.request_id!r} runs already")
             self._executor.acquire(request.version)
             acquired = True
+            scheduler = self._scheduler_for(request)
             scheduler.add(request)
         except Exception as error:
             failure = as_descant(error)
@@ -542,6 +553,15 @@ class TurnLoop:
             return
         left = set(range(request.num_samples))
         self._samples[request.request_id] = _Sampled(version=request.version, scheduler=scheduler, left=left)
+
+    def _scheduler_for(self, request: SampleRequest) -> Scheduler:
+        if len(self._schedulers) == 1:
+            return self._schedulers[0]
+        ranks = [
+            SamplingRank(sequences=_num_sequences(scheduler), kept_tokens=scheduler.kept_tokens(request))
+            for scheduler in self._schedulers
+        ]
+        return self._schedulers[sampling_rank(ranks, max_running=self._executor.capabilities.max_running)]
 
     def _end_sample(self, request_id: str, error: DescantError | None) -> None:
         self._executor.free(self._samples.pop(request_id).version)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -59,6 +60,8 @@ class RayCluster:
         assert settings.address is not None
         if settings.address != "auto":
             await asyncio.to_thread(_check_address, settings.address)
+        # Read on import: a call after ``close`` fails, and does not join another cluster of this machine, or start one.
+        os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
         try:
             import ray
         except ImportError:

@@ -100,9 +100,10 @@ class Team:
         turn = Publication(ref=ref, loaded=loaded)
         self._tell(turn, lambda: _publish(self._worker, self._peers, turn))
 
-    def acquire(self, version: Version | None) -> None:
+    def acquire(self, version: Version | None, count: int = 1) -> None:
         if version is not None:
-            self._tell(Pin(version=version), lambda: _pin(self._worker, self._peers, version))
+            turn = Pin(version=version, count=count)
+            self._tell(turn, lambda: _pin(self._worker, self._peers, turn))
 
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
         self._do(Prefetch(model_ids=tuple(model_ids), keep=tuple(sorted(keep))))
@@ -178,7 +179,7 @@ def _execute(worker: Worker, peers: Peers, turn: Turn) -> None:
             case Publication():
                 _publish(worker, peers, turn)
             case Pin():
-                _pin(worker, peers, turn.version)
+                _pin(worker, peers, turn)
             case _:
                 _silently(worker, peers, turn)
     except DistributedFailure:
@@ -227,8 +228,12 @@ def _publish(worker: Worker, peers: Peers, turn: Publication) -> None:
     _all_or_none(peers, lambda: worker.publish(turn.ref, turn.loaded), undo)
 
 
-def _pin(worker: Worker, peers: Peers, version: Version | None) -> None:
-    _all_or_none(peers, lambda: worker.acquire(version), lambda: worker.free(version))
+def _pin(worker: Worker, peers: Peers, turn: Pin) -> None:
+    def undo() -> None:
+        for _ in range(turn.count):
+            worker.free(turn.version)
+
+    _all_or_none(peers, lambda: worker.acquire(turn.version, turn.count), undo)
 
 
 def _silently(worker: Worker, peers: Peers, turn: Turn) -> None:

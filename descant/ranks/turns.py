@@ -95,9 +95,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A request begins to sample this version."""
+    """As many requests as ``count`` begin to sample this version, or move to it."""
 
-    version: Version | None
+    version: Version
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +325,31 @@ def _passes(data: Sequence[WaitingDatum], pass_tokens: int) -> tuple[tuple[Part,
         passes[-1].append(datum.part)
         room -= cost
     return tuple(map(tuple, passes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRank:
+    """A rank, as one request meets it. ``sequences``: its samplers', running or waiting; ``kept_tokens``: of the
+    request's prompt, that need not be computed there."""
+
+    sequences: int
+    kept_tokens: int
+
+
+def sampling_rank(ranks: Sequence[SamplingRank], *, max_running: int) -> int:
+    """The rank that a request samples on: of those that it may be given to, the one where most of its prompt is kept,
+    of these the one with the fewest sequences, of these the first.
+
+    A rank may be ahead of the least loaded one by as many sequences as it still has places for (of ``max_running``): an
+    idle replica keeps a conversation where it was, a full one is shared out evenly."""
+    fewest = min(rank.sequences for rank in ranks)
+
+    def worth(number: int) -> tuple[int, int, int]:
+        rank = ranks[number]
+        near = rank.sequences - fewest <= max(0, max_running - rank.sequences)
+        return (-rank.kept_tokens if near else 0, rank.sequences, number)
+
+    return min(range(len(ranks)), key=worth)
 
 
 def credit_after(credit: float, kind: Kind, *, steps_per_microbatch: float) -> float:

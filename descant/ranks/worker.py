@@ -387,10 +387,11 @@ class Worker:
         self._published.discard(version)
         self._model.bank.release(version)
 
-    def acquire(self, version: Version | None) -> None:
+    def acquire(self, version: Version | None, count: int = 1) -> None:
         if version is not None and version not in self._published:
             raise NotFound(f"version {version.number} of model {version.model_id} was never published, or was released")
-        self._sampler.acquire(version)
+        for _ in range(count):  # only the first can fail
+            self._sampler.acquire(version)
 
     def free(self, version: Version | None) -> None:
         self._sampler.release(version)

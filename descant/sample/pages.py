@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from descant.types import Version
+from descant.types import Int32, Version
 
 PAGE_TOKENS = 64
 """Equal to ``descant.model.passes.PAGE_TOKENS``, which importing would bring torch along (a test compares them)."""
@@ -30,7 +30,7 @@ def root_key(version: Version | None) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
 
-def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
+def page_key(before: bytes, tokens: Sequence[int] | Int32) -> bytes:
     """The key of the page that holds ``tokens`` (a full page of them) after the page, or root, with key ``before``. A
     digest nobody can find a second input to: a collision would show one tenant another's keys and values."""
     return hashlib.blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()

@@ -173,6 +173,7 @@ class _Request:
     """``version``: which it is with now; ``inflight`` ones change it.
 
     ``scorer`` is the sequence that computes the prompt for ``scores``, whatever pages of that part are there already.
+    ``hit_tokens``: of its prompt, found when its first sequence began; 0 once they are told.
     """
 
     number: int
@@ -184,6 +185,7 @@ class _Request:
     waiting: list[_Sequence] = field(default_factory=list)
     open: int = 0
     started: bool = False
+    hit_tokens: int = 0
     scorer: _Sequence | None = None
     scores: PromptScorer | None = None
     scores_told: bool = False
@@ -302,6 +304,20 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None:
             self._end_request(request)
+
+    def kept_tokens(self, request: SampleRequest) -> int:
+        """How many of the prompt's first tokens ``request`` would find computed, or being computed, if it came now (0
+        where its scores would have them computed anew). Costs a digest a page that is found, and one more; refuses
+        nothing."""
+        if not self._keeps_prefixes or PromptScorer.asked_for(request):
+            return 0
+        prompt, key, found = input_tokens(request.prompt), root_key(request.version), 0
+        for end in range(PAGE_TOKENS, len(prompt), PAGE_TOKENS):
+            key = page_key(key, prompt[end - PAGE_TOKENS : end])
+            if key not in self._computing and not self._pages.find([key]):
+                break
+            found = end
+        return found
 
     def release(self, version: Version) -> None:
         """Requests that have this version finish with it; prefixes computed with it are not kept beyond them."""
@@ -513,6 +529,8 @@ class Scheduler:
                 sequence.kept = len(prefix)
                 sequence.computed = len(prefix) * PAGE_TOKENS
                 self._hit_tokens += sequence.computed
+                if not request.started:
+                    request.hit_tokens = sequence.computed
                 sequence.running = request.started = True
                 if scores is not None:
                     request.scorer = sequence
@@ -610,9 +628,10 @@ class Scheduler:
             stop_reason=stop_reason,
             version=request.version,
             prompt=scores,
+            prompt_cache_hit_tokens=request.hit_tokens,
             topk_logprobs=_topk(sequence.topk[sequence.told :], request.request.topk_sample_logprobs),
         )
-        sequence.told = len(sequence.drawn)
+        sequence.told, request.hit_tokens = len(sequence.drawn), 0
         return delta
 
     def fail(self, plan: StepPlan) -> list[str]:

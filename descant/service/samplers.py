@@ -176,6 +176,7 @@ class SampleFold:
         self._ends: list[SampleDelta | None] = [None] * num_samples
         self._prompt: PromptScores | None = None
         self._versions: dict[Version, None] = {}
+        self._hit_tokens = 0
 
     def add(self, delta: SampleDelta) -> None:
         if not 0 <= delta.sample < len(self._ends):
@@ -192,6 +193,7 @@ class SampleFold:
             self._prompt = delta.prompt
         if delta.version is not None:
             self._versions[delta.version] = None
+        self._hit_tokens += delta.prompt_cache_hit_tokens
 
     def output(self) -> SampleOutput:
         """Raises ``ServerError`` if a sample has no end: the engine broke off."""
@@ -207,7 +209,12 @@ class SampleFold:
                     topk_logprobs=_joined(self._topk[sample]),
                 )
             )
-        return SampleOutput(sequences=tuple(sequences), prompt=self._prompt, versions=tuple(self._versions))
+        return SampleOutput(
+            sequences=tuple(sequences),
+            prompt=self._prompt,
+            versions=tuple(self._versions),
+            prompt_cache_hit_tokens=self._hit_tokens,
+        )
 
 
 def _joined(parts: Sequence[TopK]) -> TopK | None:

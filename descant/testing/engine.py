@@ -201,6 +201,25 @@ class EngineSuite:
             if cut.tokens(sample)[0] in seen:  # before top-k and top-p cut it
                 assert math.isclose(seen[cut.tokens(sample)[0]], cut.logprobs(sample)[0], abs_tol=TOLERANCE)
 
+    async def test_a_prompt_that_comes_again_is_not_computed_again(self, backend: Backend, tmp_path: Path) -> None:
+        """With the same weights; and the first delta says so."""
+        engine, model = backend.engine, await trained(backend)
+        old, new = await frozen(model, for_disk=False), await frozen(model, for_disk=False)
+        for ref in (old, new):
+            await engine.publish(ref)
+        long = [1 + i % 5 for i in range(backend.facts.max_context_length - 5)]
+
+        async def hits(version: Version, *prompt: int, **fields: Any) -> list[int]:
+            got = await sampled(engine, request(version, prompt=text(*prompt), max_tokens=2, **fields))
+            return [delta.prompt_cache_hit_tokens for delta in got.deltas]
+
+        assert await hits(old.version, *long, num_samples=2) == [0, 0], "samples of one request do not count"
+        first, *rest = await hits(old.version, *long, num_samples=2, stream=True)
+        assert 0 < first < len(long)
+        assert rest == [0] * 3
+        assert await hits(new.version, *long) == [0]
+        assert await hits(new.version, 6, *long) == [0]
+
     # ------------------------------------------------------------------------------------------------ scores
     async def test_prompt_scores_come_once(self, backend: Backend, tmp_path: Path) -> None:
         got = await sampled(

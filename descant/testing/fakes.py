@@ -53,6 +53,7 @@ from descant.types import (
     FileEntry,
     ForwardBackward,
     ForwardBackwardOutput,
+    Int32,
     Loaded,
     LoadState,
     LoraConfig,
@@ -441,7 +442,8 @@ def read_adapter(directory: str) -> tuple[Manifest, Weights]:
 
 
 class FakeEngine:
-    """``Engine`` over a ``FakeWorld``. A token is the character of its id (for stop strings)."""
+    """``Engine`` over a ``FakeWorld``. A token is the character of its id (for stop strings). Of each version the last
+    prompt is kept, token by token."""
 
     def __init__(self, world: FakeWorld, *, max_running: int = 1024, capabilities: EngineCapabilities | None = None):
         self.world = world
@@ -449,6 +451,7 @@ class FakeEngine:
         self.max_running = max_running
         self._running: dict[str, asyncio.Event] = {}
         self._num_seeds = 0
+        self._kept: dict[Version | None, Int32] = {}
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
         self._check(request)
@@ -461,13 +464,24 @@ class FakeEngine:
         cancelled = self._running[request.request_id] = asyncio.Event()
         try:
             await self.world.hook(request)
+            hit_tokens = self._keep(request)
             for index in range(request.num_samples):
                 async for delta in self._sequence(request, weights, index):
                     if cancelled.is_set():
                         return
-                    yield delta
+                    yield replace(delta, prompt_cache_hit_tokens=hit_tokens)
+                    hit_tokens = 0
         finally:
             del self._running[request.request_id]
+
+    def _keep(self, request: SampleRequest) -> int:
+        """How many of the prompt's tokens were kept; the last is always computed."""
+        prompt = input_tokens(request.prompt)
+        kept = self._kept.get(request.version, prompt[:0])
+        self._kept[request.version] = prompt
+        length = min(len(kept), len(prompt) - 1)
+        differs = np.flatnonzero(kept[:length] != prompt[:length])
+        return int(differs[0]) if len(differs) else length
 
     async def _sequence(
         self, request: SampleRequest, weights: Weights | None, index: int
@@ -626,6 +640,7 @@ class FakeEngine:
 
     async def release(self, version: Version) -> None:
         self.world.published.pop(version, None)
+        self._kept.pop(version, None)
 
     async def cancel(self, request_id: str) -> None:
         if (running := self._running.get(request_id)) is not None:

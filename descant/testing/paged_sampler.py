@@ -232,6 +232,7 @@ class Finished:
         self.reasons: dict[tuple[str, int], str] = {}
         self.prompts: dict[str, PromptScores] = {}
         self.topk: dict[tuple[str, int], tuple[list[list[int]], list[list[float]]]] = {}
+        self.hit_tokens: dict[str, int] = {}
         self.versions: dict[tuple[str, int], list[Version | None]] = {}
         """Of each token."""
 
@@ -239,6 +240,9 @@ class Finished:
         for delta in deltas:
             key = (delta.request_id, delta.sample)
             assert key not in self.reasons, "a delta after the last"
+            hits = delta.prompt_cache_hit_tokens
+            assert not hits or delta.request_id not in self.hit_tokens, "hits were told after the first delta"
+            self.hit_tokens.setdefault(delta.request_id, hits)
             self.tokens.setdefault(key, []).extend(delta.tokens.tolist())
             self.logprobs.setdefault(key, []).extend(delta.logprobs.tolist())
             if (topk := delta.topk_logprobs) is not None:

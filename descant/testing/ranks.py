@@ -48,8 +48,11 @@ SETTINGS = RankSettings(
     max_running=4,
     max_waiting=4,
     step_tokens=32,
+    start_timeout_s=120.0,
+    turn_timeout_s=120.0,
 )
-"""Small limits, so that passes are shared and split, queues fill, and prompts come in chunks."""
+"""Small limits, so that passes are shared and split, queues fill, and prompts come in chunks; nothing waits for
+longer than a test should."""
 
 
 def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
@@ -74,7 +77,8 @@ def build_slow(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Wo
 
 
 def build_odd(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
-    """The last rank of several goes wrong where a model's id says so, and the others do not."""
+    """The last rank of several goes wrong where a model's id says so, or requests are to move together, and the others
+    do not."""
     worker = build_tiny(spec, phase, peers)
     return worker if peers.rank < peers.num_ranks - 1 else _Odd(worker)
 
@@ -117,10 +121,10 @@ class _Odd(Worker):
             raise ServerError("there is no disk here")
         return super()._row(command, loaded)
 
-    def acquire(self, version: Version | None) -> None:
-        if version is not None and version.model_id == "is not pinned":
+    def acquire(self, version: Version | None, count: int = 1) -> None:
+        if version is not None and (version.model_id == "is not pinned" or count > 1):
             raise ServerError("its file cannot be read here")
-        super().acquire(version)
+        super().acquire(version, count)
 
     def sample(self, plan: StepPlan | None) -> Sequence[SequenceOutput] | DescantError | None:
         if plan is not None and any(len(step.tokens) == 13 for step in plan.sequences):

@@ -145,7 +145,10 @@ def _array_records(outputs: Sequence[Mapping[str, np.ndarray]]) -> Iterator[pb.A
 
 
 def _sample_response(output: SampleOutput) -> pb.SampleResponse:
-    response = pb.SampleResponse(sequences=[_sequence(sequence) for sequence in output.sequences])
+    response = pb.SampleResponse(
+        sequences=[_sequence(sequence) for sequence in output.sequences],
+        prompt_cache_hit_tokens=output.prompt_cache_hit_tokens,
+    )
     if output.prompt is not None:
         _write_prompt(response, output.prompt)
     return response

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,15 +29,64 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ray)
 
 
+PART_S = 240
+"""No test takes longer, nor does its setup or teardown. Ray has waits without an end, in asyncio and outside of it."""
+
+
+@contextmanager
+def deadline() -> Iterator[None]:
+    """In the main thread. Prints where everybody waits, and fails."""
+
+    def over(number: int, frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(sys.__stderr__)
+        try:
+            tasks = asyncio.all_tasks()
+        except RuntimeError:  # no event loop runs
+            tasks = set()
+        for task in tasks:
+            task.print_stack(file=sys.__stderr__)
+        pytest.fail(f"not done after {PART_S} s; what waits is in the captured output")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(PART_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with deadline():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with deadline():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    with deadline():
+        return (yield)
+
+
 @pytest.fixture(scope="session")
 def two_nodes() -> Iterator[Any]:
     """Two nodes of two CPUs each."""
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}  # both are read on import
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'descant[ray]'")
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "object_store_memory": STORE_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    # A second cluster on this machine could not have the dashboard's and its agent's fixed ports.
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**node, "include_dashboard": False, "dashboard_agent_listen_port": None},
+    )
     try:
         cluster.add_node(**node)
         yield cluster

@@ -102,8 +102,11 @@ async def test_each_replica_has_a_gpu_until_its_node_is_lost(join: Join, two_nod
     deaths: list[RankDied] = []
     async with join(placement_timeout_s=15.0) as cluster:
         [wanted] = await cluster.specs([spec(tiny, device="auto")])
-        starting = (Replica.start(each, launch=cluster.start, on_death=deaths.append) for each in wanted)
-        replicas = await asyncio.gather(*starting)
+        async with asyncio.TaskGroup() as group:
+            starting = [
+                group.create_task(Replica.start(each, launch=cluster.start, on_death=deaths.append)) for each in wanted
+            ]
+        replicas = [task.result() for task in starting]
         try:
             visible = [psutil.Process(replica.pids[0]).environ()["CUDA_VISIBLE_DEVICES"] for replica in replicas]
             assert sorted(visible) == ["0", "1"]
@@ -136,7 +139,8 @@ async def test_a_replica_of_two_ranks_on_two_nodes(join: Join, tiny: Path) -> No
             pending = model.backward()
             os.kill(second, signal.SIGKILL)
             await until(lambda: bool(deaths))
-            await asyncio.wait([pending])  # it may have ended before
+            await asyncio.wait([pending], timeout=SECONDS)  # it may have ended before
+            assert pending.done()
             assert f"rank 1 of {tiny} (process {second} on" in str(deaths[0])
             assert "was killed by SIGKILL" in str(deaths[0])
             await replica.restart()
@@ -179,6 +183,17 @@ def placement_groups() -> int:
     import ray
 
     return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())
+
+
+async def test_once_it_has_left_it_joins_nothing_by_itself(join: Join, tiny: Path) -> None:
+    """Ray would join whatever cluster this machine has, or start one, for a call that comes late."""
+    import ray
+
+    async with join() as cluster:
+        pass
+    with pytest.raises(ServerError, match="the Ray cluster failed"):
+        await Replica.start(spec(tiny), launch=cluster.start)
+    assert not ray.is_initialized()
 
 
 def test_nothing_is_left(two_nodes: Any) -> None:

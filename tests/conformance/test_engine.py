@@ -97,6 +97,29 @@ class PromptEveryTime(Altered):
         return [replace(delta, prompt=self.last)]
 
 
+class SaysHitsEveryTime(Altered):
+    last = 0
+
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        self.last = delta.prompt_cache_hit_tokens or self.last
+        return [replace(delta, prompt_cache_hit_tokens=self.last)]
+
+
+class SaysNoHits(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        return [replace(delta, prompt_cache_hit_tokens=0)]
+
+
+class CountsSamplesAsHits(Altered):
+    def alter(self, delta: SampleDelta) -> list[SampleDelta]:
+        return [replace(delta, prompt_cache_hit_tokens=7)] if delta.sample else [delta]
+
+
+class KeepsAcrossVersions(FakeEngine):
+    def _keep(self, request: SampleRequest) -> int:
+        return super()._keep(replace(request, version=None))
+
+
 class FirstScoreIsZero(Altered):
     def alter(self, delta: SampleDelta) -> list[SampleDelta]:
         if delta.prompt is None or delta.prompt.logprobs is None:
@@ -346,6 +369,10 @@ class ChecksVaguely(FakeEngine):
         (CutsTheStop, "test_stop_in_all_its_forms", ()),
         (ShortByDefault, "test_max_tokens_none_fills_the_context", ()),
         (OneTemperatureScores, "test_logprobs_are_of_the_scaled_distribution", ()),
+        (SaysHitsEveryTime, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
+        (SaysNoHits, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
+        (CountsSamplesAsHits, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
+        (KeepsAcrossVersions, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
         (PromptEveryTime, "test_prompt_scores_come_once", ()),
         (FirstScoreIsZero, "test_prompt_scores_come_once", ()),
         (ScoresAll, "test_only_the_last_of_a_prompt", ()),

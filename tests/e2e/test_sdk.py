@@ -204,6 +204,7 @@ def test_sampling(training: tinker.TrainingClient, service: tinker.ServiceClient
         np.testing.assert_allclose(response.prompt_logprobs[1:], trained[:69], atol=1e-4)
 
     again = sampler.sample(prompt(70), 3, params).result(END_S)
+    assert (response.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens) == (0, 64), "full pages are kept"
     assert [s.tokens for s in again.sequences] == [s.tokens for s in response.sequences], "a seed fixes the tokens"
     stop = response.sequences[0].tokens[4]
     stopped = (

@@ -21,7 +21,7 @@ from descant.testing.engine import frozen, near, request, sampled
 from descant.testing.ranks import SETTINGS, build_tiny
 from descant.testing.tiny import tiny_model
 from descant.testing.trainer import OTHER_DATA, Model, close, datum, error, result, saved
-from descant.types import AdamParams, ForwardBackwardOutput, SnapshotRef
+from descant.types import AdamParams, ForwardBackwardOutput, SnapshotRef, Version
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,10 @@ class Seen(Worker):
     def rows(self, turn: Any) -> Any:
         self._note("rows", turn)
         return super().rows(turn)
+
+    def acquire(self, version: Version | None, count: int = 1) -> None:
+        self._note("acquire", (version, count))
+        super().acquire(version, count)
 
 
 @pytest.fixture
@@ -243,6 +247,34 @@ async def test_a_tenant_with_a_wild_learning_rate_poisons_nobody(rank: tuple[Rep
     outcomes = await asyncio.gather(*futures, return_exceptions=True)
     assert not any(isinstance(outcome, RankDied | ServerError) for outcome in outcomes)
     assert close(await alone.loss(), await beside.loss())
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+async def test_requests_move_to_newer_weights_together(rank: tuple[Replica, Seen], breaks: bool) -> None:
+    replica, seen = rank
+    model = Model(replica)
+    await result(model.create())
+    old, new = await frozen(model, for_disk=False), await frozen(model, for_disk=False)
+    await replica.publish(old)
+    seen.turns.clear()
+    begun = []
+
+    async def watch(name: str) -> Version | None:
+        version = None
+        async for delta in replica.sample(request(old.version, max_tokens=100, stream=True, inflight=True)):
+            version = delta.version
+            if name not in begun:
+                begun.append(name)
+                if len(begun) == 3:
+                    seen.sabotage["acquire"] = int(breaks)
+                    await replica.publish(new)
+        return version
+
+    ended_with = await asyncio.gather(*map(watch, "abc"))
+    assert ended_with == [old.version if breaks else new.version] * 3
+    pins = [turn for turn in seen.turns if isinstance(turn, tuple)]
+    assert pins == [(old.version, 1)] * 3 + [(new.version, 3)]
+    assert (await replica.stats())["versions_pinned"] == 0
 
 
 async def test_many_versions_are_served_each_with_its_own_weights(rank: tuple[Replica, Seen]) -> None:

@@ -19,7 +19,8 @@ from descant.ranks.settings import RankSettings, RankSpec
 from descant.testing.engine import frozen, request, sampled
 from descant.testing.ranks import SETTINGS, tiny_ranks, tiny_replica, written
 from descant.testing.story import Record, assert_alike, data, story, stream
-from descant.testing.trainer import Model, datum, error, output, result
+from descant.testing.trainer import Model, datum, error, output, result, text
+from descant.types import Version
 
 NOTICED_S = 5.0
 """A rank that is dead or stopped is told of within this."""
@@ -102,6 +103,31 @@ async def test_a_version_is_pinned_on_all_ranks_or_on_none(odd: Replica) -> None
     await sampled(odd, request())
 
 
+async def test_requests_move_to_newer_weights_on_all_ranks_or_on_none(odd: Replica) -> None:
+    model = Model(odd)
+    await result(model.create())
+    old = await frozen(model, for_disk=False)
+    await odd.publish(old)
+    await model.train(1)
+    new = await frozen(model, for_disk=False)
+    begun, published = 0, asyncio.Event()
+
+    async def watch() -> set[Version | None]:
+        nonlocal begun
+        versions = set()
+        async for delta in odd.sample(request(old.version, max_tokens=100, stream=True, inflight=True)):
+            begun += not versions
+            versions.add(delta.version)
+            if begun == 2 and not published.is_set():
+                published.set()
+                await odd.publish(new)
+        return versions
+
+    assert await asyncio.gather(watch(), watch()) == [{old.version}] * 2, "rank 1 could not have the newer ones"
+    assert published.is_set()
+    assert (await odd.stats())["versions_pinned"] == 0
+
+
 async def test_a_rank_that_cannot_sample_fails_its_own_sequences(odd: Replica) -> None:
     """Requests go to the rank with the fewest sequences: the second to rank 1."""
     wanted = [request(prompt=datum(stream(i, 13)).model_input, max_tokens=30) for i in range(2)]
@@ -109,6 +135,22 @@ async def test_a_rank_that_cannot_sample_fails_its_own_sequences(odd: Replica) -
     assert [isinstance(outcome, ServerError) for outcome in outcomes] == [False, True]
     assert "13 tokens" in str(outcomes[1])
     assert len((await sampled(odd, request())).tokens()) == 4
+
+
+async def test_a_conversation_stays_on_the_rank_that_has_its_pages(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Though the other one is idle."""
+    before = stream(0, 200)
+    async with tiny_ranks(tmp_path_factory) as replica:
+
+        async def hits(max_tokens: int, *more: int) -> int:
+            got = await sampled(replica, request(prompt=text(*before, *more), max_tokens=max_tokens))
+            return got.deltas[0].prompt_cache_hit_tokens
+
+        assert await hits(2) == 0
+        beside = asyncio.ensure_future(hits(250, 1))
+        assert await hits(2, 2) == 192
+        assert not beside.done()
+        assert await beside == 192
 
 
 async def test_ranks_that_are_not_the_same_any_more_end_together(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from descant.ranks.turns import (
     Choice,
     Kind,
+    SamplingRank,
     Waiting,
     WaitingDatum,
     WaitingModel,
     credit_after,
     decide,
+    sampling_rank,
     served_on_arrival,
     split,
 )
@@ -344,3 +346,21 @@ def test_every_datum_is_on_one_rank_and_no_rank_has_much_more(
 
 def dealt_order(data: list[WaitingDatum]) -> dict[Part, int]:
     return {datum.part: index for index, datum in enumerate(data)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        pytest.param([(3, 0), (2, 0), (2, 0)], 1, id="nothing kept: the fewest, of these the first"),
+        pytest.param([(0, 0), (4, 64)], 1, id="where it is kept, as long as there is room for the lead"),
+        pytest.param([(0, 0), (5, 64)], 0, id="not where the lead is more than its room"),
+        pytest.param([(3, 0), (5, 64)], 1, id="the lead counts, not the load"),
+        pytest.param([(7, 0), (8, 640)], 0, id="a full one has no room to lead"),
+        pytest.param([(9, 0), (9, 64)], 1, id="over full, but no more than the other"),
+        pytest.param([(0, 64), (3, 128), (2, 128)], 2, id="most, of these the fewest sequences"),
+        pytest.param([(0, 64), (6, 640), (1, 128)], 2, id="one that is too far ahead does not stand for the others"),
+    ],
+)
+def test_a_request_samples_where_its_prompt_is_kept(ranks: list[tuple[int, int]], expected: int) -> None:
+    of = [SamplingRank(sequences=sequences, kept_tokens=kept) for sequences, kept in ranks]
+    assert sampling_rank(of, max_running=8) == expected

@@ -339,6 +339,54 @@ def begin(s: Scheduler, fake: PagedFake, num_steps: int, finished: Finished) -> 
         finished.take(s.apply(plan, fake.step(plan)))
 
 
+def test_a_request_says_what_of_its_prompt_was_kept() -> None:
+    """On its first delta. What samples have from one another, or from themselves after a preemption, is not told."""
+    s, fake, finished = scheduler(), PagedFake(64), Finished()
+
+    def hits(entry: SampleRequest) -> int:
+        s.add(entry)
+        return run(s, fake, finished).hit_tokens[entry.request_id]
+
+    assert hits(request("a", LONG, num_samples=3, max_tokens=2)) == 0
+    assert hits(request("b", LONG, num_samples=3, max_tokens=2, stream=True)) == 3 * 64
+    assert hits(request("c", LONG[:128], max_tokens=2)) == 64, "the last token is always computed"
+    assert hits(request("d", LONG, max_tokens=2, prompt_logprobs=True)) == 0, "scores are computed"
+    tight, fake, finished = scheduler(num_pages=9), PagedFake(9), Finished()
+    for name in ("e", "f"):
+        tight.add(request(name, [int(name == "f"), *LONG], max_tokens=150))
+    assert run(tight, fake, finished).hit_tokens == {"e": 0, "f": 0}
+    assert tight.stats()["preemptions"] > 0
+    assert tight.stats()["hit_tokens"] > 0
+
+
+def test_it_knows_what_a_request_would_find() -> None:
+    s, fake = scheduler(), PagedFake(64)
+    wanted = request("b", LONG, version=V1)
+    assert s.kept_tokens(wanted) == 0
+    s.add(request("a", LONG, max_tokens=2, version=V1))
+    plan = s.plan()
+    assert plan is not None
+    assert s.kept_tokens(wanted) == 192, "a request that came now would wait for these pages"
+    s.apply(plan, fake.step(plan))
+    run(s, fake)
+    assert s.kept_tokens(wanted) == 192
+    assert s.kept_tokens(request("c", [*LONG[:128], 7, *LONG[129:]], version=V1)) == 128
+    assert s.kept_tokens(request("d", LONG[:128], version=V1)) == 64, "the last token is always computed"
+    assert s.kept_tokens(request("e", [7, *LONG], version=V1)) == 0
+    assert s.kept_tokens(request("f", LONG, version=V2)) == s.kept_tokens(request("g", LONG)) == 0
+    assert s.kept_tokens(request("h", LONG, version=V1, prompt_logprobs=True)) == 0
+    assert s.kept_tokens(request("i", (), version=V1)) == s.kept_tokens(request("j", [-1] * 99, version=V1)) == 0
+    assert run_hits(s, fake, wanted) == 192, "it has told the truth"
+    s.release(V1)
+    assert s.kept_tokens(wanted) == 0
+    assert scheduler(keeps_prefixes=False).kept_tokens(wanted) == 0
+
+
+def run_hits(s: Scheduler, fake: PagedFake, entry: SampleRequest) -> int:
+    s.add(entry)
+    return run(s, fake).hit_tokens[entry.request_id]
+
+
 def test_a_request_moves_between_two_steps_and_says_when() -> None:
     s, fake, finished = scheduler(), PagedFake(64), Finished()
     s.add(request("moves", LONG, num_samples=2, max_tokens=70, version=V1, inflight=True))

@@ -321,6 +321,7 @@ def _delta(sample: int, tokens: list[int], end: bool, prompt: PromptScores | Non
         stop_reason="length" if end else None,
         version=Version(model_id="m", number=0),
         prompt=prompt,
+        prompt_cache_hit_tokens=64 if prompt else 0,
     )
 
 
@@ -333,6 +334,7 @@ def test_deltas_fold_in_any_order_among_samples() -> None:
     assert [list(sequence.tokens) for sequence in output.sequences] == [[1, 2], [4, 5]]
     assert list(output.sequences[1].logprobs) == [-4, -5]
     assert output.prompt is prompt
+    assert output.prompt_cache_hit_tokens == 64
     assert output.sequences[0].topk_logprobs is None
     assert output.sequences[1].topk_logprobs is not None
     assert output.sequences[1].topk_logprobs.token_ids.tolist() == [[4], [5]]

@@ -94,12 +94,14 @@ def test_sample():
         logprobs=np.array([[-99999, -99999], [-0.1, -0.2], [-0.3, -99999]], np.float32),
     )
     prompt = PromptScores(logprobs=np.array([np.nan, -1.5, -2.5], np.float32), topk=topk)
-    encoded = encode(SampleOutput(sequences=sequences, prompt=prompt, versions=()))
+    output = SampleOutput(sequences=sequences, prompt=prompt, versions=(), prompt_cache_hit_tokens=128)
+    encoded = encode(output)
     assert encoded.content_type == PROTOBUF
     response = deserialize_sample_response(encoded.body)
     assert [sequence.tokens for sequence in response.sequences] == [[4, 5], [6]]
     assert [sequence.logprobs for sequence in response.sequences] == [[-0.5, -1.0], [-2.0]]
     assert [sequence.stop_reason for sequence in response.sequences] == ["stop", "length"]
+    assert response.prompt_cache_hit_tokens == 128
     assert response.prompt_logprobs == [None, -1.5, -2.5]
     assert response.topk_prompt_logprobs is not None
     assert response.topk_prompt_logprobs[0] is None
@@ -157,6 +159,7 @@ def test_a_sample_without_scores():
     response = deserialize_sample_response(encode(SampleOutput(sequences=(sequence,), prompt=None, versions=())).body)
     assert response.prompt_logprobs is None
     assert response.topk_prompt_logprobs is None
+    assert response.prompt_cache_hit_tokens == 0
     assert response.sequences[0].tokens == []
 
 
