@@ -467,8 +467,8 @@ class EngineSuite:
         new = await frozen(model, for_disk=False)
         context = backend.facts.max_context_length - 3
         whole = asyncio.ensure_future(sampled(engine, request(old.version, max_tokens=context, inflight=True)))
-        async for _ in engine.sample(request(max_tokens=2, stream=True)):
-            pass  # so that it has begun
+        async for _ in engine.sample(request(old.version, max_tokens=2, stream=True)):
+            pass  # of the same version, so that it runs where the other does, which has begun then
         await engine.publish(new)
         got = await whole
         assert len(got.tokens()) == context
