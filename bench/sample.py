@@ -28,6 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from descant.bench import alternate, medians
 from descant.model.base import BaseModel
 from descant.model.limit import matrix_rate
 from descant.model.load import ModelSource, load_model
@@ -44,22 +45,12 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def median_seconds(work, device: torch.device, rounds: int = 7) -> float:  # type: ignore[no-untyped-def]
-    seconds = []
-    for _ in range(rounds + 2):
-        wait(device)
-        start = time.perf_counter()
-        work()
-        wait(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
-
-
 def bandwidth(device: torch.device) -> float:
     """Bytes/s read plus written by a large copy."""
     source = torch.randn((1 << 30) if device.type == "cuda" else (1 << 26), device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+    seconds = alternate({"copy": lambda: target.copy_(source)}, device, rounds=7, warm_up=2)
+    return 2 * source.nbytes / medians(seconds)["copy"]
 
 
 class Facts:

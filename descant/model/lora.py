@@ -25,7 +25,7 @@ from __future__ import annotations
 import importlib.util
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
@@ -263,7 +263,7 @@ class LoraPass:
         runs = self._ranges.get((start, num_tokens))
         if runs is None:
             cut = [
-                _cut(segment, max(segment.start - start, 0), min(segment.end - start, num_tokens))
+                replace(segment, start=max(segment.start - start, 0), end=min(segment.end - start, num_tokens))
                 for segment in self.segments
                 if segment.end > start and segment.start < start + num_tokens
             ]
@@ -278,7 +278,7 @@ class LoraPass:
         for segment in self.segments:
             start, end = bisect_left(indices, segment.start), bisect_left(indices, segment.end)
             if start < end:
-                segments.append(_cut(segment, start, end))
+                segments.append(replace(segment, start=start, end=end))
         return LoraPass(segments=tuple(segments), slabs=self.slabs, products=self.products) if segments else None
 
     def trained(self, site_index: int) -> bool:
@@ -298,18 +298,6 @@ class LoraPass:
 
 
 LORA_PASSES: Handles[LoraPass] = Handles()
-
-
-def _cut(segment: _Segment, start: int, end: int) -> _Segment:
-    return _Segment(
-        start=start,
-        end=end,
-        rank_class=segment.rank_class,
-        work=segment.work,
-        gradient=segment.gradient,
-        scale=segment.scale,
-        trained=segment.trained,
-    )
 
 
 def _adjacent(segments: Sequence[_Segment]) -> list[list[_Segment]]:
