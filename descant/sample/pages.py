@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -34,6 +34,14 @@ def page_key(before: bytes, tokens: Sequence[int] | Int32) -> bytes:
     """The key of the page that holds ``tokens`` (a full page of them) after the page, or root, with key ``before``. A
     digest nobody can find a second input to: a collision would show one tenant another's keys and values."""
     return hashlib.blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
+
+
+def page_keys(version: Version | None, tokens: Sequence[int] | Int32) -> Iterator[bytes]:
+    """The keys of the full pages of a sequence that begins with ``tokens``, computed as they are asked for."""
+    key = root_key(version)
+    for end in range(PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS):
+        key = page_key(key, tokens[end - PAGE_TOKENS : end])
+        yield key
 
 
 class PageAllocator:

@@ -25,7 +25,7 @@ from descant.errors import DescantError, Overloaded, ServerError, UserError
 from descant.sample.chance import stream_seed
 from descant.sample.check import check_request
 from descant.sample.drafter import DraftContext, Drafter
-from descant.sample.pages import PAGE_TOKENS, PageAllocator, page_key, pages_for, root_key
+from descant.sample.pages import PAGE_TOKENS, PageAllocator, page_key, page_keys, pages_for, root_key
 from descant.sample.scores import PromptChunk, PromptRows, PromptScorer, empty_topk, fill_topk
 from descant.sample.stops import StopText
 from descant.types import SampleDelta, SampleRequest, StopReason, TopK, Version, input_tokens
@@ -194,10 +194,7 @@ class _Request:
     def prompt_keys(self) -> list[bytes]:
         """The keys of the prompt's full pages, with the version of now."""
         if not self.keys:
-            before = root_key(self.version)
-            for start in range(0, len(self.prompt) - PAGE_TOKENS + 1, PAGE_TOKENS):
-                before = page_key(before, self.prompt[start : start + PAGE_TOKENS])
-                self.keys.append(before)
+            self.keys = list(page_keys(self.version, self.prompt))
         return self.keys
 
     @property
@@ -311,12 +308,11 @@ class Scheduler:
         nothing."""
         if not self._keeps_prefixes or PromptScorer.asked_for(request):
             return 0
-        prompt, key, found = input_tokens(request.prompt), root_key(request.version), 0
-        for end in range(PAGE_TOKENS, len(prompt), PAGE_TOKENS):
-            key = page_key(key, prompt[end - PAGE_TOKENS : end])
+        prompt, found = input_tokens(request.prompt), 0
+        for key in page_keys(request.version, prompt[:-1]):  # the last token is always computed
             if key not in self._computing and not self._pages.find([key]):
                 break
-            found = end
+            found += PAGE_TOKENS
         return found
 
     def release(self, version: Version) -> None:
