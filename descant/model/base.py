@@ -133,9 +133,8 @@ class BaseModel:
         start = time.monotonic()
         for layer in layers:
             layer.compile(dynamic=True)
-        if layers:
-            embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]
-            embedding.register_forward_hook(ask_for_gradient)
+        embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]
+        asking = embedding.register_forward_hook(ask_for_gradient)
         self.head.compiled, self.compiled, self._has_graphs = True, len(layers) > 0, len(layers) > 0
         try:
             for grad in (True, False):
@@ -146,6 +145,8 @@ class BaseModel:
             self.compiled = self.head.compiled = False
         else:
             logger.info("%s compiled in %.0f s", self.facts.name, time.monotonic() - start)
+        if not layers:  # only compiled ones need it in every pass: theirs are the two graphs that were just made
+            asking.remove()
 
     def _warm_up_pass(self) -> None:
         pass_, lora = Pass(seq_lens=(WARM_UP_TOKENS,)), LoraPass(segments=(), slabs={})

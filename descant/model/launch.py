@@ -9,27 +9,36 @@ import torch
 
 
 class Kernel:
-    """``function``: of ``triton.jit``, its compile-time constants behind all other parameters."""
+    """``function``: of ``triton.jit``. Its parameters are tensors, then whole numbers, then compile-time constants. The
+    dtypes of all tensors follow from that of the first and from the constants."""
 
     def __init__(self, function: Any, *, num_warps: int, num_stages: int):
         self._function = function
         self._options = {"num_warps": num_warps, "num_stages": num_stages}
         self._compiled: dict[tuple[object, ...], Any] = {}
 
-    def __call__(self, grid: tuple[int, int], args: tuple[torch.Tensor | int, ...], constants: tuple[Any, ...]) -> None:
-        """On the current device and stream. The first call with arguments of a kind (their dtypes, and whether they are
-        multiples of 16, which is what Triton makes another program for) goes through Triton."""
-        kind = (
-            constants,
-            *[
-                (arg % 16 == 0, arg == 1, arg >> 31) if isinstance(arg, int) else (arg.dtype, arg.data_ptr() % 16 == 0)
-                for arg in args
-            ],
-        )
+    def __call__(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+    ) -> None:
+        """On the current stream of the tensors' device, which is the current one. The first call of a kind goes through
+        Triton, and so does every one with a tensor that does not begin at a multiple of 16 bytes: Triton makes other
+        programs for those."""
+        kind = (tensors[0].dtype, numbers, constants)
         compiled = self._compiled.get(kind)
         if compiled is not None:
-            compiled[(*grid, 1)](*args, *constants)
-            return
-        compiled = self._function[grid](*args, *constants, **self._options)
-        if compiled is not None:  # it is None of Triton's interpreter
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if not any(address % 16 for address in addresses):
+                stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
+                compiled.run(
+                    *grid, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                    *addresses, *numbers, *constants,
+                )  # fmt: skip
+                return
+        compiled = self._function[grid](*tensors, *numbers, *constants, **self._options)
+        # It is None of Triton's interpreter.
+        if compiled is not None and not any(tensor.data_ptr() % 16 for tensor in tensors):
             self._compiled[kind] = compiled

@@ -57,7 +57,7 @@ class Sites:
 
 @triton.jit
 def _shrink(  # type: ignore[no-untyped-def]
-    x, x_stride, slab, row, a0, a1, a2, tiles, h,
+    x, slab, tiles, h, x_stride, row, a0, a1, a2,
     IN: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _pull(  # type: ignore[no-untyped-def]
-    dy, dy_stride, slab, row, b0, b1, b2, tiles, dh,
+    dy, slab, tiles, dh, dy_stride, row, b0, b1, b2,
     O0: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def _pull(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _expand(  # type: ignore[no-untyped-def]
-    h, slab, row, b0, b1, b2, tiles, y,
+    h, slab, tiles, y, row, b0, b1, b2,
     O0: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _expand(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _push(  # type: ignore[no-untyped-def]
-    dh, slab, row, a0, a1, a2, tiles, dx,
+    dh, slab, tiles, dx, row, a0, a1, a2,
     IN: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def _push(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _outer(  # type: ignore[no-untyped-def]
-    wide, wide_stride, narrow, gradients, row, g0, g1, g2, spans,
+    wide, narrow, gradients, spans, wide_stride, row, g0, g1, g2,
     F0: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -233,7 +233,8 @@ def shrink(x_TI: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites
     h_TR = x_TI.new_empty(len(x_TI), num_sites * rank)
     _SHRINK(
         (len(tiles.tiles_C4), 1),
-        (x_TI, x_TI.stride(0), slab_SP, slab_SP.shape[1], *_three(sites.a_offsets), tiles.tiles_C4, h_TR),
+        (x_TI, slab_SP, tiles.tiles_C4, h_TR),
+        (x_TI.stride(0), slab_SP.shape[1], *_three(sites.a_offsets)),
         (num_in, rank, max(16, rank), num_sites, TILE_TOKENS, BLOCK_K),
     )
     return h_TR
@@ -244,7 +245,8 @@ def expand(h_TR: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites
     y_TO = h_TR.new_empty(len(h_TR), sum(sites.widths))
     _EXPAND(
         (_blocks(sites.widths), len(tiles.tiles_C4)),
-        (h_TR, slab_SP, slab_SP.shape[1], *_three(sites.b_offsets), tiles.tiles_C4, y_TO),
+        (h_TR, slab_SP, tiles.tiles_C4, y_TO),
+        (slab_SP.shape[1], *_three(sites.b_offsets)),
         (*_three(sites.widths), sites.rank, max(16, sites.rank), len(sites.widths), TILE_TOKENS, BLOCK),
     )
     return y_TO
@@ -258,7 +260,8 @@ def pull(dy_TO: torch.Tensor, slab_SP: torch.Tensor, tiles: Tiles, sites: Sites)
     dh_TR = dy_TO.new_empty(shape) if parts == 1 else dy_TO.new_zeros(shape, dtype=torch.float32)
     _PULL(
         (len(tiles.tiles_C4), num_sites * parts),
-        (dy_TO, dy_TO.stride(0), slab_SP, slab_SP.shape[1], *_three(sites.b_offsets), tiles.tiles_C4, dh_TR),
+        (dy_TO, slab_SP, tiles.tiles_C4, dh_TR),
+        (dy_TO.stride(0), slab_SP.shape[1], *_three(sites.b_offsets)),
         (
             *_three(sites.widths),
             rank,
@@ -278,7 +281,8 @@ def push(dh_TR: torch.Tensor, in_features: int, slab_SP: torch.Tensor, tiles: Ti
     dx_TI = dh_TR.new_empty(len(dh_TR), in_features)
     _PUSH(
         (_blocks((in_features,)), len(tiles.tiles_C4)),
-        (dh_TR, slab_SP, slab_SP.shape[1], *_three(sites.a_offsets), tiles.tiles_C4, dx_TI),
+        (dh_TR, slab_SP, tiles.tiles_C4, dx_TI),
+        (slab_SP.shape[1], *_three(sites.a_offsets)),
         (in_features, sites.rank, max(16, sites.rank), len(sites.widths), TILE_TOKENS, BLOCK),
     )
     return dx_TI
@@ -300,7 +304,8 @@ def add_gradients(
     ):
         _OUTER(
             (_blocks(features), len(tiles.spans_N4)),
-            (wide, wide.stride(0), narrow, gradient_SP, gradient_SP.shape[1], *_three(offsets), tiles.spans_N4),
+            (wide, narrow, gradient_SP, tiles.spans_N4),
+            (wide.stride(0), gradient_SP.shape[1], *_three(offsets)),
             (*_three(features), sites.rank, max(16, sites.rank), len(sites.widths), shared, 64, BLOCK),
         )
 

@@ -48,7 +48,7 @@ def swiglu(joined: torch.Tensor) -> torch.Tensor:
     """[T, 2 I] → [T, I]"""
     num_tokens, width = len(joined), joined.shape[1] // 2
     out = joined.new_empty(num_tokens, width)
-    _SWIGLU(_grid(num_tokens, width), (joined, out), (width, BLOCK))
+    _SWIGLU(_grid(num_tokens, width), (joined, out), (), (width, BLOCK))
     return out
 
 
@@ -56,7 +56,7 @@ def swiglu_backward(grad: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
     """[T, I], [T, 2 I] → [T, 2 I]"""
     num_tokens, width = grad.shape
     out = torch.empty_like(joined)
-    _SWIGLU_BACKWARD(_grid(num_tokens, width), (grad, joined, out), (width, BLOCK))
+    _SWIGLU_BACKWARD(_grid(num_tokens, width), (grad, joined, out), (), (width, BLOCK))
     return out
 
 

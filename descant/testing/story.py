@@ -106,11 +106,12 @@ def assert_alike(several: Record, alone: Record) -> None:
     """To 1e-4 of the largest, in float32; greedy samples have the same tokens."""
     assert several.losses == pytest.approx(alone.losses, rel=1e-4)
     assert several.norms == pytest.approx(alone.norms, rel=1e-4)
-    assert _furthest(several.logprobs, alone.logprobs) < 1e-4
+    apart = _furthest(several.logprobs, alone.logprobs)
+    assert apart < 1e-4, f"log-probabilities are {apart:.1e} apart"
     assert several.gradients.keys() == alone.gradients.keys()
     largest = max(float(np.abs(gradient).max()) for gradient in alone.gradients.values())
-    gradients = (list(one.gradients.values()) for one in (several, alone))
-    assert _furthest(*gradients) < 1e-4 * largest
+    apart = _furthest(*(list(one.gradients.values()) for one in (several, alone)))
+    assert apart < 1e-4 * largest, f"gradients are {apart:.1e} apart, the largest is {largest:.1e}"
     assert several.tokens == alone.tokens
     assert several.sampled == pytest.approx(alone.sampled, abs=1e-3)
 
