@@ -42,6 +42,7 @@ import torch
 from descant.errors import NotFound, ServerError, UserError
 from descant.model.passes import RowRef
 from descant.model.tiers import ADAPTER_SUFFIX, VERSION_SUFFIX, Mover, Parked, SpillDirectory
+from descant.seeds import derive_seed
 from descant.types import MAX_RANK, LoraConfig, Version
 
 logger = logging.getLogger(__name__)
@@ -949,13 +950,12 @@ class AdapterBank:
 
     def _initialise(self, row: torch.Tensor, adapter: Adapter) -> None:
         lora, layout = adapter.lora, self.layout(adapter.rank_class)
-        origin = f"model {adapter.model_id}" if lora.seed is None else f"seed {lora.seed}"
+        place = {"model": adapter.model_id} if lora.seed is None else {}
         generator = torch.Generator()  # on the host: the same numbers on every device
         for site, offset in zip(self.sites, layout.a_offset, strict=True):
             if not trains(lora, site):
                 continue
-            digest = hashlib.sha256(f"{origin} site {site.name}".encode()).digest()
-            generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            generator.manual_seed(derive_seed(lora.seed or 0, "adapter", site=site.name, **place))
             bound = 1 / math.sqrt(site.in_features)
             a_RI = torch.empty(lora.rank, site.in_features).uniform_(-bound, bound, generator=generator)
             row[offset : offset + a_RI.numel()].copy_(a_RI.flatten())

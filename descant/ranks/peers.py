@@ -50,6 +50,10 @@ class Peers:
         """Leaves each rank its part of every layer's parameters. ``root`` calls them."""
         raise ServerError("a base is sharded over several ranks, and there is one")
 
+    def in_turns(self, what: str, *, at_once: int) -> AbstractContextManager[None]:
+        """A block that at most ``at_once`` ranks are in (the same number on all of them)."""
+        return nullcontext()
+
     def tell(self, what: object) -> None:
         """Rank 0's, to the others: what they ``hear``."""
 
@@ -94,6 +98,14 @@ class _MeshPeers(Peers):
     def shard(self, root: nn.Module, layers: Sequence[nn.Module]) -> None:
         shard_layers(root, layers, self._shard)
         self.sharded = True
+
+    @contextmanager
+    def in_turns(self, what: str, *, at_once: int) -> Iterator[None]:
+        num_turns, own = -(-self.num_ranks // at_once), self.rank // at_once
+        for turn in range(num_turns):
+            if turn == own:
+                yield
+            self._member.barrier(f"{what}, turn {turn + 1} of {num_turns}", deadline_s=self._start_timeout_s)
 
     def tell(self, what: object) -> None:
         body = pickle.dumps(what, protocol=5)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -73,15 +75,18 @@ def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     source = resolve_model(spec.model, cache_dir=None if spec.cache_dir is None else Path(spec.cache_dir))
     phase(f"loading {source.name} and checking it")
     shard = is_sharded(settings, source, peers)
-    model = load_model(
-        source,
-        device=None if settings.device == "auto" else torch.device(settings.device),
-        dtype={"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype],
-        spill_dir=None if spill_dir is None else own_directory(spill_dir, source.name),
-        max_version_bytes=settings.max_version_bytes,
-        max_host_bytes=settings.max_host_bytes,
-        shard=peers.shard if shard else None,
-    )
+    # A base that is sharded passes through the host's memory whole, once for each rank.
+    at_once = peers.least("ranks that load at once", loads_at_once(source)) if shard else peers.num_ranks
+    with peers.in_turns("loading", at_once=at_once):
+        model = load_model(
+            source,
+            device=None if settings.device == "auto" else torch.device(settings.device),
+            dtype={"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype],
+            spill_dir=None if spill_dir is None else own_directory(spill_dir, source.name),
+            max_version_bytes=settings.max_version_bytes,
+            max_host_bytes=settings.max_host_bytes,
+            shard=peers.shard if shard else None,
+        )
     phase("making the caches, capturing decode steps" if model.device.type == "cuda" else "making the caches")
     return Worker(model, settings, spec.losses, peers)
 
@@ -411,6 +416,30 @@ def is_sharded(settings: RankSettings, source: ModelSource, peers: Peers) -> boo
         _, total = torch.cuda.mem_get_info()
         fits = base_bytes(source) <= SHARD_ABOVE * total
     return peers.least("whether the base fits", int(fits)) == 0
+
+
+LOADED = 1.3
+"""Of the base's files: what one that is loaded and checked takes of the host's memory."""
+
+
+def loads_at_once(source: ModelSource) -> int:
+    """How many ranks of this machine may have the whole base in the host's memory; one at least."""
+    return max(1, int(min(host_bytes() / (LOADED * max(1, base_bytes(source))), 1 << 16)))
+
+
+def host_bytes() -> float:
+    """What is free of the host's memory, and of what this process's group may have of it; infinite where Linux does not
+    say."""
+    free = math.inf
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+        free = min(free, int((group / "memory.max").read_text()) - used)  # "max": no limit
+    return free
 
 
 def own_directory(parent: Path, name: str) -> Path:

@@ -60,7 +60,8 @@ def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Wo
     phase("loading a tiny model")
     source = ModelSource(name="tiny", directory=Path(spec.model))
     shard = peers.shard if spec.settings.shard_base else None
-    model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False, shard=shard)
+    with peers.in_turns("loading", at_once=1):
+        model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False, shard=shard)
     return Worker(model, spec.settings, spec.losses, peers)
 
 

@@ -16,13 +16,14 @@ PACKAGE = ROOT / "descant"
 
 NOUNS = {"types", "errors"}
 MAY_IMPORT: Mapping[str, set[str]] = {
+    "seeds": set(),
     "types": set(),
     "errors": set(),
     "ports": NOUNS,
     "wire": NOUNS,
     "service": NOUNS | {"ports"},
     "server": NOUNS | {"wire", "service"},
-    "model": NOUNS,
+    "model": NOUNS | {"seeds"},
     "train": NOUNS | {"model"},
     "sample": NOUNS | {"model"},
     "ckpt": NOUNS | {"model", "ports"},

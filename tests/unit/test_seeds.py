@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 
-from descant.dist.seeds import derive_seed
+from descant.seeds import derive_seed
 
 
 def test_no_two_places_share_a_seed():
