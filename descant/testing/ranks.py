@@ -34,7 +34,7 @@ from descant.ranks.replica import Replica
 from descant.ranks.replica_set import ReplicaSet
 from descant.ranks.settings import RankSettings, RankSpec, Seat
 from descant.ranks.turns import Microbatch
-from descant.ranks.worker import Report, Worker
+from descant.ranks.worker import Report, Worker, build
 from descant.sample.scheduler import SequenceOutput, StepPlan
 from descant.testing.tiny import tiny_model
 from descant.types import Command, ForwardBackward, Result, Version
@@ -63,6 +63,13 @@ def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Wo
     with peers.in_turns("loading", at_once=1):
         model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False, shard=shard)
     return Worker(model, spec.settings, spec.losses, peers)
+
+
+def build_limited(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
+    """On a GPU of which each rank may have ``DEVICE_BYTES``."""
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(int(os.environ["DEVICE_BYTES"]) / total)
+    return build(spec, phase, peers)
 
 
 def build_slow(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from descant.errors import RankDied
+from descant.errors import RankDied, ServerError
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSettings, RankSpec
 from descant.testing.engine import request, sampled
+from descant.testing.shapes import shaped_model
 from descant.testing.story import assert_alike, story
 from descant.testing.tiny import tiny_model
-from descant.testing.trainer import Model, result
+from descant.testing.trainer import Model, output, result
+from descant.types import AdamParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +39,7 @@ SETTINGS = RankSettings(
     max_adapter_bytes=1 << 28,
 )
 NOTICED_S = 5.0
+BUILD = RankSpec(model="").build
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +49,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def ranks(
-    model: Path, num_ranks: int, deaths: list[RankDied] | None = None, **settings: object
+    model: Path, num_ranks: int, deaths: list[RankDied] | None = None, *, build: str = BUILD, **settings: object
 ) -> AsyncIterator[Replica]:
     spec = RankSpec(
         model=str(model),
         settings=replace(SETTINGS, ranks_per_replica=num_ranks, **settings),  # type: ignore[arg-type]
         gpus=tuple(str(number) for number in range(num_ranks)),
+        build=build,
+        env={"DEVICE_BYTES": str(5_200_000_000)},
     )
     replica = await Replica.start(spec, on_death=None if deaths is None else deaths.append)
     try:
@@ -67,6 +72,25 @@ async def test_two_devices_give_the_numbers_of_one(tiny: Path, tmp_path: Path) -
         assert_alike(await story(replica, tmp_path / "two"), alone)
     async with ranks(tiny, 2, shard_base=True) as replica:
         assert_alike(await story(replica, tmp_path / "sharded"), alone)
+
+
+async def test_a_base_that_is_too_large_for_one_rank_is_served_by_two(tmp_path: Path) -> None:
+    """12 layers of 0.4 GB each and 0.5 GB of embeddings, for ranks of 5.2 GB."""
+    directory = shaped_model("llama3-8b", tmp_path, device=torch.device("cuda"), num_hidden_layers=12, vocab_size=32000)
+    torch.cuda.empty_cache()
+    limited: dict[str, object] = {"dtype": "bfloat16", "build": "descant.testing.ranks:build_limited"}
+    with pytest.raises(ServerError, match="OutOfMemoryError"):
+        async with ranks(directory, 1, **limited):
+            pass
+    async with ranks(directory, 2, shard_base=True, **limited) as replica:
+        model = Model(replica)
+        await result(model.create())
+        losses = [(await output(model.backward())).metrics["loss:sum"]]
+        for _ in range(3):
+            await result(model.step(AdamParams(learning_rate=1e-3)))
+            losses.append((await output(model.backward())).metrics["loss:sum"])
+        assert losses[-1] < losses[0]
+        assert len((await sampled(replica, request())).tokens()) == 4
 
 
 @pytest.mark.parametrize("shard_base", [False, True], ids=["whole", "sharded"])
