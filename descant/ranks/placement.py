@@ -1,4 +1,5 @@
-"""Which rank runs where, and which adapter lives on which replica. Pure: no clock, no process, no chance.
+"""Which rank runs where, which adapter lives on which replica, and where a prompt goes. Pure: no clock, no process, no
+chance.
 
 Replicas of one base are alike and know nothing of one another, so placing is a matter of load alone. A replica's load
 is its share of all adapters' memory plus its share of the recent tokens. An adapter stays where it was placed; it is
@@ -7,6 +8,7 @@ moved only while nothing of it is under way, and only when that evens the load o
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -110,6 +112,42 @@ def copy_target(in_flight: Mapping[int, int], holders: Collection[int], *, full:
         return None
     idlest = min(others, key=lambda replica: (in_flight[replica], replica))
     return idlest if 2 * in_flight[idlest] < full else None
+
+
+TOKENS_A_SEQUENCE = 256
+"""So many of a prompt's tokens cost as much to compute again as it costs to be sampled beside one sequence more: a
+prompt runs at some 100k tokens a second, and of a few hundred steps of 3 ms a sequence takes less than a hundredth."""
+
+
+def is_worth_it(kept_tokens: int, sequences: int, fewest: int, *, max_running: int) -> bool:
+    """Whether a place that has so many sequences is right for one more, of whose prompt it keeps so much, where others
+    have the ``fewest``. It may be ahead, but not so that it cannot run all of them (``max_running``)."""
+    ahead = sequences - fewest
+    return ahead <= min(kept_tokens // TOKENS_A_SEQUENCE, max(0, max_running - sequences))
+
+
+class Prefixes:
+    """On which replica the beginnings of recent prompts were computed last. Prompts are named by the keys of their
+    pages, in order, each of which stands for all before it (``sample.pages``); the least recently used go first."""
+
+    def __init__(self, most: int = 1 << 16):
+        self._most = most
+        self._replicas: OrderedDict[bytes, int] = OrderedDict()
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, int]:
+        """(the replica that has most of it, how many pages); (0, 0) where none has any."""
+        for index in range(len(keys), 0, -1):
+            replica = self._replicas.get(keys[index - 1])
+            if replica is not None:
+                return replica, index
+        return 0, 0
+
+    def note(self, keys: Sequence[bytes], replica: int) -> None:
+        for key in keys:
+            self._replicas[key] = replica
+            self._replicas.move_to_end(key)
+        while len(self._replicas) > self._most:
+            self._replicas.popitem(last=False)
 
 
 def _extremes(weights: Mapping[int, float]) -> tuple[int, int]:

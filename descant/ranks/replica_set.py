@@ -35,9 +35,10 @@ from descant.errors import DescantError, RankDied, ServerError
 from descant.ports import Engine, Measured, Progress, Trainer
 from descant.ranks.health import Death, Health
 from descant.ranks.launch import Launcher, Phase, start_processes
-from descant.ranks.placement import Load, PlacedModel, copy_target, place, rebalance, size_of
+from descant.ranks.placement import Load, PlacedModel, Prefixes, copy_target, is_worth_it, place, rebalance, size_of
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
+from descant.sample.pages import PAGE_TOKENS, page_keys
 from descant.types import (
     CheckpointSource,
     Command,
@@ -57,6 +58,7 @@ from descant.types import (
     SnapshotRef,
     Version,
     input_length,
+    input_tokens,
 )
 
 log = logging.getLogger(__name__)
@@ -182,6 +184,7 @@ class ReplicaSet:
         self._places: dict[Version, _Places] = {}
         self._sampling: dict[str, _Sampling] = {}
         self._in_flight = [0] * len(members)
+        self._prefixes = Prefixes()
         self._sampled = [_Recent() for _ in members]
         self._num_own = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -313,7 +316,7 @@ class ReplicaSet:
             await self._room_for(request.version)
             if sampling.cancelled:
                 return
-            index = sampling.replica = self._sampler_of(request.version)
+            index = sampling.replica = self._sampler_of(request)
             self._count(index, request.version, input_length(request.prompt))
             self._in_flight[index] += request.num_samples
             try:
@@ -520,13 +523,33 @@ class ReplicaSet:
         home = self._homes.get(ref.version.model_id)
         return self._members.index(self._anybody()) if home is None else home.replica
 
-    def _sampler_of(self, version: Version | None) -> int:
-        if version is None:
-            return self._idlest(range(len(self._members)))
-        places = self._places.get(version)
-        if places is None or not places.replicas:
-            return self._members.index(self._anybody())  # which says that it is not published
-        return self._idlest(sorted(places.replicas))
+    def _sampler_of(self, request: SampleRequest) -> int:
+        """The replica that has most of its prompt, if that is worth it, else the idlest."""
+        among: Sequence[int] = range(len(self._members))
+        if request.version is not None:
+            places = self._places.get(request.version)
+            if places is None or not places.replicas:
+                return self._members.index(self._anybody())  # which says that it is not published
+            among = sorted(places.replicas)
+        index = self._idlest(among)
+        if len(self._members) == 1:
+            return index
+        keys = list(page_keys(request.version, input_tokens(request.prompt)))
+        (kept_on, num_pages), in_flight = self._prefixes.find(keys), self._in_flight
+        if (
+            num_pages > 0
+            and kept_on in among
+            and self._members[kept_on].serving
+            and is_worth_it(
+                num_pages * PAGE_TOKENS,
+                in_flight[kept_on],
+                in_flight[index],
+                max_running=self.capabilities.max_running,
+            )
+        ):
+            index = kept_on
+        self._prefixes.note(keys, index)
+        return index
 
     async def _room_for(self, version: Version | None) -> None:
         """Where a version is published, requests would only queue while another replica idles: the first begins a

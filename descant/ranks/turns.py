@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from descant.ranks.placement import is_worth_it
 from descant.sample.scheduler import StepPlan
 from descant.train.step import Part, RequestKey
 from descant.types import Command, ForwardBackward, SnapshotRef, Version
@@ -340,14 +341,13 @@ def sampling_rank(ranks: Sequence[SamplingRank], *, max_running: int) -> int:
     """The rank that a request samples on: of those that it may be given to, the one where most of its prompt is kept,
     of these the one with the fewest sequences, of these the first.
 
-    A rank may be ahead of the least loaded one by as many sequences as it still has places for (of ``max_running``): an
-    idle replica keeps a conversation where it was, a full one is shared out evenly."""
+    A rank where much is kept may be busier than others, as far as that is worth it."""
     fewest = min(rank.sequences for rank in ranks)
 
     def worth(number: int) -> tuple[int, int, int]:
         rank = ranks[number]
-        near = rank.sequences - fewest <= max(0, max_running - rank.sequences)
-        return (-rank.kept_tokens if near else 0, rank.sequences, number)
+        stays = is_worth_it(rank.kept_tokens, rank.sequences, fewest, max_running=max_running)
+        return (-rank.kept_tokens if stays else 0, rank.sequences, number)
 
     return min(range(len(ranks)), key=worth)
 

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from descant.errors import ServerError, UserError
 from descant.ranks.placement import (
+    TOKENS_A_SEQUENCE,
     Load,
     Move,
     PlacedModel,
+    Prefixes,
     RayNode,
     copy_target,
+    is_worth_it,
     place,
     rank_specs,
     ray_resources,
@@ -305,3 +308,25 @@ def test_on_a_cluster_the_device_is_said() -> None:
     """Ray hides GPUs from who asked for none only in some versions."""
     [[spec]] = ray_specs(bases(1), nodes=[RayNode(name="node", cpus=2, gpus=0)])
     assert spec.settings.device == "cpu"
+
+
+def test_a_place_may_be_busier_for_what_it_keeps_but_not_beyond_what_it_can_run() -> None:
+    assert is_worth_it(0, 3, 3, max_running=8)
+    assert not is_worth_it(TOKENS_A_SEQUENCE - 1, 4, 3, max_running=8)
+    assert is_worth_it(TOKENS_A_SEQUENCE, 4, 3, max_running=8)
+    assert is_worth_it(100 * TOKENS_A_SEQUENCE, 4, 0, max_running=8)
+    assert not is_worth_it(100 * TOKENS_A_SEQUENCE, 5, 0, max_running=8), "4 more would wait there, not here"
+
+
+def test_a_prompt_is_where_its_longest_beginning_was_last() -> None:
+    prefixes = Prefixes(most=4)
+    assert prefixes.find([b"a", b"b"]) == (0, 0)
+    prefixes.note([b"a", b"b"], 1)
+    assert prefixes.find([b"a", b"b", b"c"]) == (1, 2)
+    prefixes.note([b"a", b"x"], 0)
+    assert prefixes.find([b"a", b"b", b"c"]) == (1, 2), "what follows the common page decides"
+    assert prefixes.find([b"a", b"y"]) == (0, 1)
+    assert prefixes.find([b"y"]) == (0, 0)
+    prefixes.note([b"1", b"2", b"3"], 0)
+    assert prefixes.find([b"a", b"b"]) == (0, 0), "the least recently used are forgotten"
+    assert prefixes.find([b"a", b"x"]) == (0, 2)

@@ -19,7 +19,7 @@ from descant.testing.clock import settle
 from descant.testing.engine import Sampled, request, sampled
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
 from descant.testing.ranks import tiny_replica_set
-from descant.testing.trainer import BAD_DATA, OTHER_DATA, Model, error, output, result, saved
+from descant.testing.trainer import BAD_DATA, OTHER_DATA, Model, datum, error, output, result, saved
 from descant.types import (
     AdamParams,
     Command,
@@ -52,7 +52,7 @@ class SmallReplica:
         self._begin()
 
     def _begin(self) -> None:
-        self.world = FakeWorld(hook=self._call_hook)
+        self.world = FakeWorld(hook=self._call_hook, max_context_length=512)
         self._trainer, self._engine = FakeTrainer(self.world), FakeEngine(self.world)
         self.facts, self.capabilities = self.world.facts, replace(self._engine.capabilities, max_running=FULL)
         self.alive = self.serving = True
@@ -239,6 +239,28 @@ async def test_base_samples_go_where_least_runs(two: Replicas) -> None:
     assert running == [2, 3]  # 3 + 2 sequences here, 1 + 1 + 1 there
     gate.opened.set()
     assert all(len(one.tokens()) == 4 for one in await asyncio.gather(*streams))
+
+
+async def test_a_conversation_stays_where_its_beginning_is(two: Replicas) -> None:
+    went: list[int] = []
+
+    def note(index: int) -> Callable[[object], Awaitable[None]]:
+        async def hook(what: object) -> None:
+            if isinstance(what, SampleRequest):
+                went.append(index)
+
+        return hook
+
+    for index, small in enumerate(two.small):
+        small.hook = note(index)
+    turns = [datum([5 + turn] * 96).model_input for turn in range(3)]
+    for prompt in (turns[0], turns[1], (*turns[1], *turns[2]), (*turns[0], *turns[2]), turns[1]):
+        await sampled(two, request(prompt=prompt))
+    assert went == [0, 1, 1, 0, 1]
+    two._in_flight[1] += 1  # more than 96 tokens are worth
+    await sampled(two, request(prompt=(*turns[1], *turns[2])))
+    two._in_flight[1] -= 1
+    assert went[5:] == [0]
 
 
 async def test_a_request_is_cancelled_where_it_runs(two: Replicas) -> None:

@@ -352,13 +352,14 @@ def dealt_order(data: list[WaitingDatum]) -> dict[Part, int]:
     ("ranks", "expected"),
     [
         pytest.param([(3, 0), (2, 0), (2, 0)], 1, id="nothing kept: the fewest, of these the first"),
-        pytest.param([(0, 0), (4, 64)], 1, id="where it is kept, as long as there is room for the lead"),
-        pytest.param([(0, 0), (5, 64)], 0, id="not where the lead is more than its room"),
-        pytest.param([(3, 0), (5, 64)], 1, id="the lead counts, not the load"),
-        pytest.param([(7, 0), (8, 640)], 0, id="a full one has no room to lead"),
+        pytest.param([(0, 0), (4, 1024)], 1, id="where it is kept, as long as there is room for the lead"),
+        pytest.param([(0, 0), (5, 2048)], 0, id="not where the lead is more than its room"),
+        pytest.param([(0, 0), (2, 256)], 0, id="not where the lead costs more than what is kept"),
+        pytest.param([(3, 0), (5, 512)], 1, id="the lead counts, not the load"),
+        pytest.param([(7, 0), (8, 2560)], 0, id="a full one has no room to lead"),
         pytest.param([(9, 0), (9, 64)], 1, id="over full, but no more than the other"),
-        pytest.param([(0, 64), (3, 128), (2, 128)], 2, id="most, of these the fewest sequences"),
-        pytest.param([(0, 64), (6, 640), (1, 128)], 2, id="one that is too far ahead does not stand for the others"),
+        pytest.param([(0, 64), (3, 1024), (2, 1024)], 2, id="most, of these the fewest sequences"),
+        pytest.param([(0, 64), (6, 2560), (1, 256)], 2, id="one that is too far ahead does not stand for the others"),
     ],
 )
 def test_a_request_samples_where_its_prompt_is_kept(ranks: list[tuple[int, int]], expected: int) -> None:
