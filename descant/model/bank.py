@@ -473,11 +473,12 @@ class AdapterBank:
         state = self.bring(self[model_id]).state.data
         return state[1], state[2]
 
-    def refresh_work(self, model_id: str) -> None:
-        """Copies weights into the working row (after a step or a load)."""
-        adapter = self[model_id]
-        place = self.bring(adapter)
-        self.work_slab(adapter.rank_class)[place.work].copy_(place.state.data[0])
+    def refresh_work(self, *model_ids: str) -> None:
+        """Copies weights into the working row (after a step or a load). Several are held."""
+        adapters = [self[model_id] for model_id in model_ids]
+        places = [self.bring(adapter) for adapter in adapters]
+        work = [self.work_slab(adapter.rank_class)[place.work] for adapter, place in zip(adapters, places)]
+        torch._foreach_copy_(work, [place.state.data[0] for place in places])
 
     # ---- residency
     def hold(self, model_id: str) -> Adapter:
