@@ -28,7 +28,7 @@ from descant.model.base import BaseModel
 from descant.model.head import ChunkLoss, HeadOutput
 from descant.model.limit import Arithmetic, peak_bytes, squares
 from descant.model.lora import LoraPass
-from descant.model.passes import Pass
+from descant.model.passes import Pass, RowRef, to_device
 from descant.train.batch import Item, Packed, pack, unpack
 from descant.train.check import check_adam, check_forward_backward, loss_fn_config
 from descant.train.loss import SEQUENCE_LOSSES, sequence_ratio, token_loss
@@ -136,7 +136,8 @@ class Learner:
         ``UserError`` or ``NotFound`` and has changed nothing then, except that a failed backward is remembered."""
         key = (command.model_id, command.seq_id)
         adapter = self._model.bank[command.model_id]
-        command = replace(command, loss_fn=self._computed_as.get(command.loss_fn, command.loss_fn))
+        if command.loss_fn in self._computed_as:
+            command = replace(command, loss_fn=self._computed_as[command.loss_fn])
         try:
             check_forward_backward(command, self._model.facts)
             if key in self._open:
@@ -435,26 +436,27 @@ class Learner:
 
     def _items(self, parts: Sequence[Part]) -> list[Item]:
         items = []
+        rows: dict[RequestKey, RowRef] = {}
         for part in parts:
             if not self._runs(part.request):
                 continue
             opened = self._open[part.request]
-            try:
-                row = self._model.bank.row(opened.command.model_id)
-            except NotFound as error:
-                opened.error = error
-                continue
-            items.append(
-                Item(
-                    request=part.request,
-                    index=part.datum,
-                    datum=opened.command.data[part.datum],
-                    loss_fn=opened.command.loss_fn,
-                    config=opened.config,
-                    row=row,
-                    gradient=opened.gradient,
-                )
+            if part.request not in rows:
+                try:
+                    rows[part.request] = self._model.bank.row(opened.command.model_id)
+                except NotFound as error:
+                    opened.error = error
+                    continue
+            item = Item(
+                request=part.request,
+                index=part.datum,
+                datum=opened.command.data[part.datum],
+                loss_fn=opened.command.loss_fn,
+                config=opened.config,
+                row=rows[part.request],
+                gradient=opened.gradient,
             )
+            items.append(item)
         return items
 
     def _run_pass(self, items: Sequence[Item], *, backward: bool = False) -> None:
@@ -597,23 +599,21 @@ class Learner:
         """float32 [P, K] where a loss needs all of a sequence's before its first derivative; 0 elsewhere, where no
         logits are made for it."""
         logprobs_PK = hidden_TD.new_zeros(packed.targets_PK.shape, dtype=torch.float32)
-        for span in packed.loss_spans:
-            if span.loss_fn not in SEQUENCE_LOSSES:
-                continue
-            # A token's places have one loss: those of a span are all places of the tokens between its first and last.
-            tokens_P, start, end = packed.place_tokens_P, span.start, span.end
-            if tokens_P is not None:
-                tokens_P = tokens_P[span.start : span.end]
-                start, end = int(tokens_P[0]), int(tokens_P[-1]) + 1
-                tokens_P = tokens_P - start
-            head = self._model.head.logprobs(
-                hidden_TD[start:end],
-                packed.targets_PK[span.start : span.end],
-                None if lora is None else lora.select(range(start, end)),
-                tokens_P=tokens_P,
-            )
-            logprobs_PK[span.start : span.end] = head.logprobs_PK
-        return logprobs_PK
+        whole = [number for number, loss in enumerate(packed.losses) if loss.loss_fn in SEQUENCE_LOSSES]
+        if not whole:
+            return logprobs_PK
+        # A token's places have one loss, so that theirs are all places of these tokens.
+        places_P = np.flatnonzero(np.isin(packed.losses_P, whole))
+        tokens_P = places_P if packed.place_tokens_P is None else packed.place_tokens_P.numpy()[places_P]
+        tokens, rows_P = np.unique(tokens_P, return_inverse=True)
+        tokens_N, places = (to_device(torch.from_numpy(x), hidden_TD.device) for x in (tokens, places_P))
+        head = self._model.head.logprobs(
+            hidden_TD.detach().index_select(0, tokens_N),
+            packed.targets_PK.index_select(0, places),
+            None if lora is None else lora.select(tokens.tolist()),
+            tokens_P=None if packed.place_tokens_P is None else torch.from_numpy(rows_P),
+        )
+        return logprobs_PK.index_copy_(0, places, head.logprobs_PK)
 
 
 def _sequence_ratio(packed: Packed, logprobs_PK: torch.Tensor) -> torch.Tensor | None:
@@ -631,23 +631,31 @@ def _chunk_loss(
 
     @torch.no_grad()
     def chunk_loss(places: slice, logprobs_CK: torch.Tensor) -> torch.Tensor | None:
+        inputs = packed.loss_inputs(places, sequence_ratio_P)
+        here = np.unique(packed.losses_P[places]).tolist()
         dlogprobs_CK: torch.Tensor | None = None
-        for span in packed.loss_spans:
-            start, end = max(span.start, places.start), min(span.end, places.stop)
-            if start >= end:
-                continue
-            here = slice(start - places.start, end - places.start)
-            inputs = packed.loss_inputs(slice(start, end), sequence_ratio_P)
-            loss = token_loss(span.loss_fn, span.config, logprobs_CK[here], inputs)
-            finite_C = loss.loss_C.isfinite() & loss.dlogprobs_CK.isfinite().all(1) & ~logprobs_CK[here].isnan().any(1)
-            loss_P[start:end] = torch.where(finite_C, loss.loss_C, torch.nan)
-            if span.backward:
-                if dlogprobs_CK is None:
-                    dlogprobs_CK = torch.zeros_like(logprobs_CK)
-                dlogprobs_CK[here] = torch.where(finite_C[:, None], loss.dlogprobs_CK, 0.0)
+        for number in here:
+            wanted = packed.losses[number]
+            loss = token_loss(wanted.loss_fn, wanted.config, logprobs_CK, inputs)
+            finite_C = _all_finite(loss.loss_C, loss.dlogprobs_CK) & (logprobs_CK == logprobs_CK).all(1)
+            loss_C = torch.where(finite_C, loss.loss_C, torch.nan)
+            if packed.device_losses_P is None or len(here) == 1:
+                trained_C = finite_C
+            else:  # computed for all places of the chunk: one loss after another, however many take it
+                own_C = packed.device_losses_P[places] == number
+                loss_C, trained_C = torch.where(own_C, loss_C, loss_P[places]), finite_C & own_C
+            loss_P[places] = loss_C
+            if wanted.backward:
+                others = 0.0 if dlogprobs_CK is None else dlogprobs_CK
+                dlogprobs_CK = torch.where(trained_C[:, None], loss.dlogprobs_CK, others)
         return dlogprobs_CK
 
     return chunk_loss
+
+
+def _all_finite(loss_C: torch.Tensor, dlogprobs_CK: torch.Tensor) -> torch.Tensor:
+    """bool [C]. ``isfinite`` takes four kernels."""
+    return (loss_C.abs() < torch.inf) & (dlogprobs_CK.abs() < torch.inf).all(1)
 
 
 def _not_finite(item: Item, loss_L: np.ndarray, logprobs: np.ndarray) -> UserError:
