@@ -202,8 +202,10 @@ class Learner:
                 opened.largest = magnitude
 
     def _gradient_rows(self, requests: Sequence[_Request]) -> list[torch.Tensor]:
-        bank = self._model.bank
-        return [bank.gradient_row(o.rank_class, o.gradient) for o in requests if o.gradient is not None]
+        slabs = {
+            rank_class: self._model.bank.gradient_slab(rank_class) for rank_class in {o.rank_class for o in requests}
+        }
+        return [slabs[o.rank_class][o.gradient] for o in requests if o.gradient is not None]
 
     def close(self, request: RequestKey, contributions: Sequence[Contribution] | None = None) -> ForwardBackwardOutput:
         """Commits: the gradient is finite as a whole, and joins the row. Raises the request's ``UserError`` (naming
@@ -324,9 +326,9 @@ class Learner:
             adapter, gradient = bank[model_id], bank.gradient(model_id)
             if self._add_up is not None and not adapter.gradient_free:
                 self._add_up(gradient)
-            moment1, moment2 = bank.moments(model_id)
+            weights, moment1, moment2 = bank.state(model_id).unbind()
             row = Row(
-                weights=bank.weights(model_id),
+                weights=weights,
                 gradient=gradient,
                 moment1=moment1,
                 moment2=moment2,
