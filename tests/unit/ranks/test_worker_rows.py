@@ -67,7 +67,13 @@ def test_steps_of_all_models_are_made_together_and_each_models_own_one_by_one(
     worker: Worker, measured: list[list[str]]
 ) -> None:
     create(worker, "a", "b", "c")
-    commands = [step("a", 1), step("a", 2), DeleteModel(model_id="b", seq_id=1), step("b", 2), step("c", 1)]
+    commands: list[Command] = [
+        step("a", 1),
+        step("a", 2),
+        DeleteModel(model_id="b", seq_id=1),
+        step("b", 2),
+        step("c", 1),
+    ]
     results = run(worker, *commands)
     assert measured == [["a", "c"], ["a"]]
     steps = {key: result.metrics["step:max"] for key, result in results.items() if isinstance(result, OptimStepOutput)}
