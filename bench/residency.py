@@ -34,7 +34,7 @@ from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSettings
 from descant.ranks.worker import Worker
 from descant.testing.shapes import SHAPES, shaped_model
-from descant.train.optim import adamw
+from descant.train.optim import Row, adamw
 from descant.types import (
     AdamParams,
     CreateModel,
@@ -242,24 +242,27 @@ class Bench:
 
     def adamw(self, rank: int) -> dict[str, object]:
         self.bank.create("adamw", LoraConfig(rank=rank, seed=0))
-        weights, moments = self.bank.weights("adamw"), self.bank.moments("adamw")
+        weights, (moment1, moment2) = self.bank.weights("adamw"), self.bank.moments("adamw")
         noise = torch.randn(weights.shape, device=self.device)
         gradient = self.bank.gradient("adamw")
         taken = []
         for step in range(1, 13):
             gradient.copy_(noise)
+            row = Row(
+                weights=weights, gradient=gradient, moment1=moment1, moment2=moment2, step=step, params=AdamParams()
+            )
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            adamw(weights, gradient, *moments, step=step, params=AdamParams(), limit=3e38)
+            adamw([row], limit=3e38)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             taken.append(1000 * (time.perf_counter() - start))
-        row = {"what": f"AdamW, one row of {weights.numel()}", "ms": statistics.median(taken[2:])}
+        line = {"what": f"AdamW, one row of {weights.numel()}", "ms": statistics.median(taken[2:])}
         gradient.zero_()
         self.bank.delete("adamw")
-        print(_short(row), flush=True)
-        return row
+        print(_short(line), flush=True)
+        return line
 
     def places(self) -> dict[str, object]:
         stats = self.bank.stats()

@@ -98,8 +98,10 @@ class Tenants:
             self.learner.close(request)
 
     def step(self) -> None:
-        for command in self.commands:
-            self.learner.optim_step(command.model_id, AdamParams(learning_rate=1e-5))
+        params = AdamParams(learning_rate=1e-5)
+        for outcome in self.learner.optim_steps([(command.model_id, params) for command in self.commands]):
+            if isinstance(outcome, Exception):
+                raise outcome
 
     def clear(self) -> None:
         for command in self.commands:

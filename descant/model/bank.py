@@ -462,23 +462,29 @@ class AdapterBank:
         adapter = self[model_id]
         return RowRef(rank_class=adapter.rank_class, slot=adapter.work)
 
+    def state(self, model_id: str) -> torch.Tensor:
+        """float32 [3, row]: weights and both moments, a view."""
+        return self.bring(self[model_id]).state.data
+
     def weights(self, model_id: str) -> torch.Tensor:
         """float32 [row], a view; so are the next three."""
-        return self.bring(self[model_id]).state.data[0]
+        return self.state(model_id)[0]
 
     def gradient(self, model_id: str) -> torch.Tensor:
         adapter = self[model_id]
         return self.gradient_row(adapter.rank_class, adapter.slot)
 
     def moments(self, model_id: str) -> tuple[torch.Tensor, torch.Tensor]:
-        state = self.bring(self[model_id]).state.data
-        return state[1], state[2]
+        _, moment1, moment2 = self.state(model_id).unbind()
+        return moment1, moment2
 
-    def refresh_work(self, model_id: str) -> None:
-        """Copies weights into the working row (after a step or a load)."""
-        adapter = self[model_id]
-        place = self.bring(adapter)
-        self.work_slab(adapter.rank_class)[place.work].copy_(place.state.data[0])
+    def refresh_work(self, *model_ids: str) -> None:
+        """Copies weights into the working row (after a step or a load). Several are held."""
+        adapters = [self[model_id] for model_id in model_ids]
+        places = [self.bring(adapter) for adapter in adapters]
+        slabs = {rank_class: self.work_slab(rank_class) for rank_class in {a.rank_class for a in adapters}}
+        work = [slabs[adapter.rank_class][place.work] for adapter, place in zip(adapters, places)]
+        torch._foreach_copy_(work, [place.state.data[0] for place in places])
 
     # ---- residency
     def hold(self, model_id: str) -> Adapter:

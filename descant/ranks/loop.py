@@ -171,20 +171,27 @@ class Entry:
     waited_s: float = 0.0
     next_datum: int = 0
     reading: Future[Any] | None = None
-    _shared: list[int] = field(default_factory=lambda: [0])
+    _data: list[WaitingDatum] = field(default_factory=list)
 
     @property
     def key(self) -> RequestKey:
         return self.command.model_id, self.command.seq_id
 
-    def shared(self, index: int) -> int:
-        """The tokens that datum ``index`` will share with the one before it in a pass of both."""
+    def waiting(self, index: int) -> WaitingDatum:
+        """Datum ``index``, looked at once: what waits is told anew before every turn."""
         assert isinstance(self.command, ForwardBackward)
-        while len(self._shared) <= index:
-            before, datum = self.command.data[len(self._shared) - 1 : len(self._shared) + 1]
-            tokens = common_prefix(input_tokens(before.model_input), input_tokens(datum.model_input))
-            self._shared.append(tokens if tokens >= MIN_SHARED_TOKENS else 0)
-        return self._shared[index]
+        while len(self._data) <= index:
+            number = len(self._data)
+            tokens, shared = input_tokens(self.command.data[number].model_input), 0
+            if number > 0:
+                shared = common_prefix(input_tokens(self.command.data[number - 1].model_input), tokens)
+            datum = WaitingDatum(
+                part=Part(request=self.key, datum=number),
+                tokens=max(1, len(tokens)),
+                shared=shared if shared >= MIN_SHARED_TOKENS else 0,
+            )
+            self._data.append(datum)
+        return self._data[index]
 
 
 @dataclass(slots=True)
@@ -419,11 +426,7 @@ class TurnLoop:
                 if rows or room <= 0:
                     break
                 for index in range(entry.next_datum, len(command.data)):
-                    datum = WaitingDatum(
-                        part=Part(request=entry.key, datum=index),
-                        tokens=max(1, input_length(command.data[index].model_input)),
-                        shared=entry.shared(index),
-                    )
+                    datum = entry.waiting(index)
                     room -= datum.added_tokens if data else datum.tokens
                     data.append(datum)
                     if room <= 0:

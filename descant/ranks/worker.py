@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -48,7 +49,6 @@ from descant.types import (
     Manifest,
     ModelCreated,
     OptimStep,
-    OptimStepOutput,
     Refused,
     Result,
     Snapshot,
@@ -229,7 +229,7 @@ class Worker:
             self._learner.run([part for part in parts if part.request not in refused], backward=turn.backward)
         return Report(
             refused=refused,
-            contributions={key: self._learner.contribution(key) for key in turn.closes if key not in refused},
+            contributions=self._learner.contributions([key for key in turn.closes if key not in refused]),
         )
 
     def finish_microbatch(self, turn: Microbatch, reports: Sequence[Report]) -> list[Outcome]:
@@ -273,23 +273,36 @@ class Worker:
             return as_descant(error)
 
     def in_order(self, commands: Sequence[Command]) -> tuple[Command, ...]:
-        """Those whose rows are here first (each model's own order stays): others may have to move them out."""
-        return tuple(sorted(commands, key=lambda command: not self._model.bank.is_resident(command.model_id)))
+        """Those whose rows are here first, others may have to move them out; then the first of each model, then the
+        second, optimiser steps beside one another (``_hold_steps``). Each model's own order stays."""
+        places: list[tuple[bool, int, bool]] = []
+        seen: Counter[str] = Counter()
+        for command in commands:
+            resident = self._model.bank.is_resident(command.model_id)
+            places.append((not resident, seen[command.model_id], not isinstance(command, OptimStep)))
+            seen[command.model_id] += 1
+        return tuple(commands[index] for index in sorted(range(len(commands)), key=places.__getitem__))
 
     def rows(self, turn: Rows) -> list[Outcome]:
         return self.run_rows(replace(turn, commands=self.in_order(turn.commands)))
 
     def run_rows(self, turn: Rows) -> list[Outcome]:
-        """In the turn's order."""
-        outcomes = []
-        for command in turn.commands:
-            key = (command.model_id, command.seq_id)
-            result: Result | DescantError
+        """In the turn's order. Optimiser steps that stand together are made together."""
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(turn.commands):
+            left = turn.commands[len(outcomes) :]
+            command, key = left[0], (left[0].model_id, left[0].seq_id)
+            results: Sequence[Result | Exception]
             try:
-                result = self._row(command, turn.loaded.get(key))
+                if isinstance(command, OptimStep):
+                    results = self._optim_steps(left)
+                else:
+                    results = [self._row(command, turn.loaded.get(key))]
             except Exception as error:
-                result = as_descant(error)
-            outcomes.append(Outcome(key=key, result=result))
+                results = [error]
+            for command, result in zip(left, results):
+                ended = as_descant(result) if isinstance(result, Exception) else result
+                outcomes.append(Outcome(key=(command.model_id, command.seq_id), result=ended))
         return outcomes
 
     def _row(self, command: Command, loaded: CheckpointTensors | DescantError | None) -> Result:
@@ -300,7 +313,7 @@ class Worker:
             case CreateModel():
                 return self._create(command, loaded)
             case OptimStep():
-                return self._optim_step(command)
+                raise AssertionError("optimiser steps are made together")
             case Snapshot():
                 pending = self._learner.has_pending_gradient(model_id)
                 return self._snapshots.take(command, has_pending_gradient=pending)
@@ -326,22 +339,44 @@ class Worker:
                 finally:
                     self._let_go([(model_id, command.seq_id)])
 
-    def _optim_step(self, command: OptimStep) -> OptimStepOutput:
-        """Where ranks add their gradients up, an error that is not the same on all of them leaves the others waiting:
-        it is the end of the replica."""
-        bank, model_id = self._model.bank, command.model_id
+    def _optim_steps(self, commands: Sequence[Command]) -> list[Result | Exception]:
+        """The outcomes of as many of the first as can be made together, at least one.
+
+        Where ranks add their gradients up, an error that is not the same on all of them leaves the others waiting: it
+        is the end of the replica."""
+        steps = self._hold_steps(commands)
         try:
-            bank.hold(model_id)  # before the learner forgets why a gradient was lost
-        except ServerError as error:
-            raise self._alone(command, error) from error
-        try:
-            return self._learner.optim_step(model_id, command.adam_params)
-        except DescantError:
-            raise
+            outcomes = self._learner.optim_steps([(step.model_id, step.adam_params) for step in steps])
         except Exception as error:
-            raise self._alone(command, error) from error
+            outcomes = [error] * len(steps)
         finally:
-            bank.let_go(model_id)
+            for step in steps:
+                self._model.bank.let_go(step.model_id)
+        return [
+            self._alone(step, outcome)
+            if isinstance(outcome, Exception) and not isinstance(outcome, DescantError)
+            else outcome
+            for step, outcome in zip(steps, outcomes, strict=True)
+        ]
+
+    def _hold_steps(self, commands: Sequence[Command]) -> list[OptimStep]:
+        """The optimiser steps of different models that stand at the head, the first and of the others those whose rows
+        are here: none is brought back at the expense of what is held. They are held."""
+        bank = self._model.bank
+        held: dict[str, OptimStep] = {}
+        for command in commands:
+            if not isinstance(command, OptimStep) or command.model_id in held:
+                break
+            if held and not bank.is_resident(command.model_id):
+                break
+            try:
+                bank.hold(command.model_id)  # before the learner forgets why a gradient was lost
+            except ServerError as error:
+                if held:
+                    break
+                raise self._alone(command, error) from error
+            held[command.model_id] = command
+        return list(held.values())
 
     def _alone(self, command: Command, error: Exception) -> Exception:
         if self._peers.num_ranks == 1:

@@ -46,14 +46,9 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpan:
-    """Places ``start:end`` take one loss with one config (neighbouring requests that agree are one span).
+class PlaceLoss:
+    """One loss with one config, that some of the places take. ``backward`` False: they are only evaluated."""
 
-    ``backward`` False: they are only evaluated.
-    """
-
-    start: int
-    end: int
     backward: bool
     loss_fn: str
     config: Mapping[str, float]
@@ -71,6 +66,8 @@ class Packed:
     logprobs_P             float32 [P]   the given ones; 0 for losses that take none
     advantages_P, sequence_ratio_mask_P  likewise
     sequence_P             int64 [P]     each place's item; None without a loss over whole sequences
+    losses_P               int64 [P]     on the host: which of ``losses`` each place takes
+    device_losses_P        int64 [P]     the same; None where there is only one
     """
 
     items: tuple[Item, ...]
@@ -78,7 +75,9 @@ class Packed:
     prefixes: tuple[Prefix | None, ...]
     places: tuple[slice | NDArray[np.int64], ...]
     segments: tuple[Segment, ...]
-    loss_spans: tuple[LossSpan, ...]
+    losses: tuple[PlaceLoss, ...]
+    losses_P: NDArray[np.int64]
+    device_losses_P: torch.Tensor | None
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     place_tokens_P: torch.Tensor | None
@@ -140,6 +139,8 @@ def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> 
 
     tokens_T = np.concatenate([own[context:] for own, context in zip(tokens, shared, strict=True)]).astype(np.int64)
     positions_T = np.arange(len(tokens_T)) + np.repeat(np.subtract(shared, bounds_T[:-1]), seq_lens)
+    losses, taken = _losses(ordered)
+    losses_P = np.repeat(taken, lengths)[order]
     sequence_P = None
     if any(item.loss_fn in SEQUENCE_LOSSES for item in ordered):
         sequence_P = to_device(np.repeat(np.arange(len(ordered)), lengths)[order])
@@ -149,7 +150,9 @@ def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> 
         prefixes=prefixes if any(shared) else (),
         places=tuple(places),
         segments=_segments(ordered, bounds_T),
-        loss_spans=_loss_spans(ordered, bounds_P),
+        losses=losses,
+        losses_P=losses_P,
+        device_losses_P=to_device(losses_P) if len(losses) > 1 else None,
         tokens_T=to_device(tokens_T),
         positions_T=to_device(positions_T),
         place_tokens_P=place_tokens_P,
@@ -188,9 +191,12 @@ def _prefixes(items: Sequence[Item], tokens: Sequence[Int32]) -> tuple[Prefix | 
         return items[i].row, items[i].gradient, items[i].loss_fn, dict(items[i].config)
 
     for _, run in groupby(range(len(items)), key=group):
+        first, *others = run
+        if not others:
+            continue
         # In lexical order the longest common prefix is a neighbour's, and between two datums it is the shortest of
         # those on the way. From the last datum to the first: take a neighbour, which is earlier, and leave the order.
-        by_text = sorted(run, key=lambda i: tokens[i].astype(">i4").tobytes())
+        by_text = sorted([first, *others], key=lambda i: tokens[i].astype(">i4").tobytes())
         right = dict(pairwise(by_text))
         left = {after: before for before, after in pairwise(by_text)}
         common = {after: common_prefix(tokens[before], tokens[after]) for before, after in pairwise(by_text)}
@@ -218,14 +224,16 @@ def _segments(items: Sequence[Item], bounds_T: Sequence[int]) -> tuple[Segment, 
     return tuple(segments)
 
 
-def _loss_spans(items: Sequence[Item], bounds_P: Sequence[int]) -> tuple[LossSpan, ...]:
-    spans = []
-
-    def computation(i: int) -> tuple[str, dict[str, float], bool]:
-        return items[i].loss_fn, dict(items[i].config), items[i].gradient is not None
-
-    for (loss_fn, config, backward), run in groupby(range(len(items)), key=computation):
-        indices = list(run)
-        start, end = bounds_P[indices[0]], bounds_P[indices[-1] + 1]
-        spans.append(LossSpan(start=start, end=end, backward=backward, loss_fn=loss_fn, config=config))
-    return tuple(spans)
+def _losses(items: Sequence[Item]) -> tuple[tuple[PlaceLoss, ...], list[int]]:
+    """The different ones, in the order of their first items, and which one each item takes."""
+    numbers: dict[tuple[str, tuple[tuple[str, float], ...], bool], int] = {}
+    losses: list[PlaceLoss] = []
+    taken = []
+    for item in items:
+        backward = item.gradient is not None
+        key = (item.loss_fn, tuple(item.config.items()), backward)
+        if key not in numbers:
+            numbers[key] = len(losses)
+            losses.append(PlaceLoss(backward=backward, loss_fn=item.loss_fn, config=item.config))
+        taken.append(numbers[key])
+    return tuple(losses), taken

@@ -28,17 +28,20 @@ from descant.model.base import BaseModel
 from descant.model.head import ChunkLoss, HeadOutput
 from descant.model.limit import Arithmetic, peak_bytes, squares
 from descant.model.lora import LoraPass
-from descant.model.passes import Pass
+from descant.model.passes import Pass, RowRef, to_device
 from descant.train.batch import Item, Packed, pack, unpack
 from descant.train.check import check_adam, check_forward_backward, loss_fn_config
 from descant.train.loss import SEQUENCE_LOSSES, sequence_ratio, token_loss
-from descant.train.optim import adamw
+from descant.train.optim import Row, adamw, largest
 from descant.types import AdamParams, ForwardBackward, ForwardBackwardOutput, OptimStepOutput, input_length
 
 logger = logging.getLogger(__name__)
 
 RequestKey = tuple[str, int]
 """(model_id, seq_id)"""
+
+SAFE_SUM = 1e38
+"""Sums that are smaller are finite in float32, rounding and all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,8 @@ class Part:
 @dataclass(slots=True, kw_only=True)
 class Passes:
     """What a request's passes were. ``tokens`` are those that were computed for it: shared ones once a pass.
-    ``all_tokens`` and ``all_flops`` are the passes' own, whoever they were for."""
+    ``all_tokens`` and ``all_flops`` are the passes' own, whoever they were for. ``memory_bytes``: what the rank had
+    taken at most when the last had run."""
 
     count: int = 0
     tokens: int = 0
@@ -60,6 +64,7 @@ class Passes:
     seconds: float = 0.0
     all_tokens: int = 0
     all_flops: float = 0.0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +91,8 @@ class _Request:
     """The datums of each pass that is in its gradient."""
     losses: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
-    finite: bool | None = None
-    """Whether all of its gradient row is, as its last pass found; None: nobody looked."""
+    largest: float | None = None
+    """The largest magnitude in its gradient row, as its last pass found; None: nobody looked."""
     error: DescantError | None = None
 
     def __str__(self) -> str:
@@ -120,6 +125,8 @@ class Learner:
         self._open: dict[RequestKey, _Request] = {}
         self._gradients_touched = False
         """Whether the pass that runs, or ran last, has begun to write into gradient rows."""
+        self._bounds: dict[str, float] = {}
+        """No number of a model's gradient, as far as it counts, is larger than this; not there: nobody knows."""
         self._lost: dict[str, str] = {}
         """Why a model's gradient is not whole: the first reason since its last step."""
 
@@ -129,7 +136,8 @@ class Learner:
         ``UserError`` or ``NotFound`` and has changed nothing then, except that a failed backward is remembered."""
         key = (command.model_id, command.seq_id)
         adapter = self._model.bank[command.model_id]
-        command = replace(command, loss_fn=self._computed_as.get(command.loss_fn, command.loss_fn))
+        if command.loss_fn in self._computed_as:
+            command = replace(command, loss_fn=self._computed_as[command.loss_fn])
         try:
             check_forward_backward(command, self._model.facts)
             if key in self._open:
@@ -169,17 +177,35 @@ class Learner:
             for item in items:
                 self._run_pass([item])
 
-    def contribution(self, request: RequestKey) -> Contribution:
-        """What this rank has of an open request, its gradient checked; changes nothing. Where several ranks share it,
-        each is given all of theirs when it closes the request."""
-        opened = self._open[request]
-        if opened.error is None and opened.gradient is not None:
-            try:
-                row = self._model.bank.gradient_row(opened.rank_class, opened.gradient)
-                _check_finite(_is_finite(row) if opened.finite is None else opened.finite, "the gradient")
-            except UserError as error:
-                opened.error = error
-        return Contribution(losses=opened.losses, logprobs=opened.logprobs, passes=opened.passes, error=opened.error)
+    def contributions(self, requests: Sequence[RequestKey]) -> dict[RequestKey, Contribution]:
+        """What this rank has of open requests, their gradients checked; changes nothing. Where several ranks share
+        them, each is given all of theirs when it closes a request."""
+        self._look_at([opened for request in requests if (opened := self._open[request]).largest is None])
+        contributions = {}
+        for request in requests:
+            opened = self._open[request]
+            if opened.error is None and opened.largest is not None:
+                try:
+                    _check_finite(opened.largest, "the gradient")
+                except UserError as error:
+                    opened.error = error
+            contributions[request] = Contribution(
+                losses=opened.losses, logprobs=opened.logprobs, passes=opened.passes, error=opened.error
+            )
+        return contributions
+
+    def _look_at(self, requests: Sequence[_Request]) -> None:
+        """Waits for the device, if there is something to look at."""
+        unknown = [opened for opened in requests if opened.error is None and opened.gradient is not None]
+        if unknown:
+            for opened, magnitude in zip(unknown, largest(self._gradient_rows(unknown)).tolist(), strict=True):
+                opened.largest = magnitude
+
+    def _gradient_rows(self, requests: Sequence[_Request]) -> list[torch.Tensor]:
+        slabs = {
+            rank_class: self._model.bank.gradient_slab(rank_class) for rank_class in {o.rank_class for o in requests}
+        }
+        return [slabs[o.rank_class][o.gradient] for o in requests if o.gradient is not None]
 
     def close(self, request: RequestKey, contributions: Sequence[Contribution] | None = None) -> ForwardBackwardOutput:
         """Commits: the gradient is finite as a whole, and joins the row. Raises the request's ``UserError`` (naming
@@ -190,9 +216,9 @@ class Learner:
         Metrics besides ``loss:sum``: ``tokens:sum`` as given, ``tokens_computed:sum`` (what datums of a pass begin with
         in common is computed once), ``microbatches:sum``, ``compute_ms:sum`` of those passes, which others may have
         shared, and ``adapters_in_pass:max``. ``tokens_per_s:mean`` and ``fraction_of_limit:mean`` (``model.limit``) are
-        of these passes as a whole; ``memory_bytes:max`` is what this process has taken of the device at most."""
+        of these passes as a whole; ``memory_bytes:max`` is what a rank has taken of its device at most."""
         if contributions is None:
-            contributions = [self.contribution(request)]
+            contributions = [self.contributions([request])[request]]
         opened = self._open.pop(request)
         data = opened.command.data
         losses = {index: loss for part in contributions for index, loss in part.losses.items()}
@@ -248,52 +274,99 @@ class Learner:
         return not self._model.bank[model_id].gradient_free
 
     def optim_step(self, model_id: str, params: AdamParams) -> OptimStepOutput:
-        """AdamW over the row, clipped by global norm; refreshes the working row; clears the gradient.
+        """``optim_steps`` of one model, which nobody has to hold. Raises what went wrong."""
+        [outcome] = self.optim_steps([(model_id, params)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def optim_steps(self, steps: Sequence[tuple[str, AdamParams]]) -> list[OptimStepOutput | Exception]:
+        """AdamW over the rows of these models, all different and held, each clipped by its global norm; refreshes the
+        working rows; clears the gradients. The device is waited for once. What one of them is refused for is its own
+        outcome, and the others step.
 
         Metrics have keys ``grad_norm:mean`` (before clipping, over the whole row) and ``step:max``. ``UserError``
         with weights and moments unchanged and the gradient cleared when a backward since the last step failed (naming
         its seq_id), when a parameter is out of range, or when the step would make a weight non-finite. A step
         without any gradient is an AdamW step on zeros."""
         bank = self._model.bank
-        adapter = bank[model_id]
-        for key, opened in self._open.items():
-            if key[0] == model_id and opened.gradient is not None:
-                raise ServerError(f"optim_step came while {opened} was open")
-        why = self._lost.pop(model_id, None)
-        gradient = bank.gradient(model_id)
+        outcomes: list[OptimStepOutput | Exception | None] = [None] * len(steps)
+        opened = {key[0]: request for key, request in self._open.items() if request.gradient is not None}
+        ready: list[int] = []
+        used: list[str] = []
+        for number, (model_id, params) in enumerate(steps):
+            try:
+                adapter = bank[model_id]
+                if model_id in opened:
+                    raise ServerError(f"optim_step came while {opened[model_id]} was open")
+                if not adapter.gradient_free:
+                    used.append(model_id)
+                if (why := self._lost.pop(model_id, None)) is not None:
+                    raise UserError(
+                        f"optim_step changed nothing and cleared the gradient, since a part of it is missing: {why}"
+                    )
+                check_adam(params)
+            except DescantError as error:
+                outcomes[number] = error
+            else:
+                ready.append(number)
         try:
-            if why is not None:
-                raise UserError(
-                    f"optim_step changed nothing and cleared the gradient, since a part of it is missing: {why}"
-                )
-            check_adam(params)
+            for number, outcome in zip(ready, self._adamw([steps[number] for number in ready]), strict=True):
+                outcomes[number] = outcome
+        finally:
+            self._clear(used)
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _adamw(self, steps: Sequence[tuple[str, AdamParams]]) -> list[OptimStepOutput | Exception]:
+        if not steps:
+            return []
+        bank = self._model.bank
+        rows = []
+        for model_id, params in steps:
+            adapter, gradient = bank[model_id], bank.gradient(model_id)
             if self._add_up is not None and not adapter.gradient_free:
                 self._add_up(gradient)
-            norm = adamw(
-                bank.weights(model_id),
-                gradient,
-                *bank.moments(model_id),
+            weights, moment1, moment2 = bank.state(model_id).unbind()
+            row = Row(
+                weights=weights,
+                gradient=gradient,
+                moment1=moment1,
+                moment2=moment2,
                 step=adapter.step + 1,
                 params=params,
-                limit=torch.finfo(self._model.dtype).max,
             )
-        finally:
-            if not adapter.gradient_free:
-                gradient.zero_()
-                adapter.gradient_free = True
-        adapter.step += 1
-        bank.refresh_work(model_id)
-        return OptimStepOutput(metrics={"grad_norm:mean": norm, "step:max": float(adapter.step)})
+            rows.append(row)
+        outcomes: list[OptimStepOutput | Exception] = []
+        stepped = []
+        for row, (model_id, _), norm in zip(rows, steps, adamw(rows, limit=torch.finfo(self._model.dtype).max)):
+            if isinstance(norm, Exception):
+                outcomes.append(norm)
+                continue
+            bank[model_id].step = row.step
+            stepped.append(model_id)
+            outcomes.append(OptimStepOutput(metrics={"grad_norm:mean": norm, "step:max": float(row.step)}))
+        if stepped:
+            bank.refresh_work(*stepped)
+        return outcomes
+
+    def _clear(self, model_ids: Sequence[str]) -> None:
+        bank = self._model.bank
+        if model_ids:
+            torch._foreach_zero_([bank.gradient(model_id) for model_id in model_ids])
+        for model_id in model_ids:
+            bank[model_id].gradient_free = True
+            self._bounds.pop(model_id, None)
 
     def forget(self, model_id: str) -> None:
         """The model was deleted or loaded anew: drops open requests and remembered failures."""
         for key in [key for key in self._open if key[0] == model_id]:
             self._discard(self._open.pop(key))
         self._lost.pop(model_id, None)
+        self._bounds.pop(model_id, None)
 
     def _speed(self, passes: Sequence[Passes]) -> dict[str, float]:
         """Of one's passes, or of those that several ranks made of theirs at a time."""
-        metrics = {"memory_bytes:max": float(peak_bytes(self._model.device))}
+        metrics = {"memory_bytes:max": float(max(part.memory_bytes for part in passes))}
         seconds = max(part.seconds for part in passes)
         if seconds > 0:
             metrics["tokens_per_s:mean"] = sum(part.all_tokens for part in passes) / seconds
@@ -324,22 +397,28 @@ class Learner:
         adapter = bank[opened.command.model_id]
         assert opened.gradient is not None
         row = bank.gradient_row(opened.rank_class, opened.gradient)
+        model_id, magnitude = opened.command.model_id, math.inf if opened.largest is None else opened.largest
         if not opened.scratch:
+            self._bounds[model_id] = magnitude
             adapter.gradient_free = False
             return
-        own = bank.gradient(opened.command.model_id)
-        holder = self._own_row_holder(opened.command.model_id)
+        own = bank.gradient(model_id)
+        holder = self._own_row_holder(model_id)
         if holder is not None:  # it may still fail: its part moves out of the way, into this one's scratch row
             part = own.clone()
             own.copy_(row)
             row.copy_(part)
             holder.gradient, holder.scratch = opened.gradient, True
         else:
+            bound = magnitude + self._bounds.get(model_id, math.inf)
             row.add_(own)
-            if alone:
-                _check_finite(_is_finite(row), "the sum of this gradient and those before it")
+            if alone and not bound < SAFE_SUM:  # otherwise nobody has to wait for the device
+                bound = float(largest([row]))
+                _check_finite(bound, "the sum of this gradient and those before it")
             own.copy_(row)
             bank.free_scratch(opened.rank_class, opened.gradient)
+            magnitude = bound
+        self._bounds[model_id] = magnitude
         adapter.gradient_free = False
 
     def _discard(self, opened: _Request) -> None:
@@ -359,26 +438,27 @@ class Learner:
 
     def _items(self, parts: Sequence[Part]) -> list[Item]:
         items = []
+        rows: dict[RequestKey, RowRef] = {}
         for part in parts:
             if not self._runs(part.request):
                 continue
             opened = self._open[part.request]
-            try:
-                row = self._model.bank.row(opened.command.model_id)
-            except NotFound as error:
-                opened.error = error
-                continue
-            items.append(
-                Item(
-                    request=part.request,
-                    index=part.datum,
-                    datum=opened.command.data[part.datum],
-                    loss_fn=opened.command.loss_fn,
-                    config=opened.config,
-                    row=row,
-                    gradient=opened.gradient,
-                )
+            if part.request not in rows:
+                try:
+                    rows[part.request] = self._model.bank.row(opened.command.model_id)
+                except NotFound as error:
+                    opened.error = error
+                    continue
+            item = Item(
+                request=part.request,
+                index=part.datum,
+                datum=opened.command.data[part.datum],
+                loss_fn=opened.command.loss_fn,
+                config=opened.config,
+                row=rows[part.request],
+                gradient=opened.gradient,
             )
+            items.append(item)
         return items
 
     def _run_pass(self, items: Sequence[Item], *, backward: bool = False) -> None:
@@ -425,7 +505,7 @@ class Learner:
         began = self._seconds()
         try:
             packed = pack(items, self._model.device, share=self._share_prefixes)
-            loss_P, logprobs_PK, finite = self._forward_backward(packed, backward=backward)
+            loss_P, logprobs_PK, magnitudes = self._forward_backward(packed, backward=backward)
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
             if self._model.sharded:
@@ -433,25 +513,30 @@ class Learner:
             logger.exception("a pass of %d datums failed", len(items))
             return _what(error)
         seconds = self._seconds() - began
-        for item, places, logprobs in zip(packed.items, packed.places, unpack(packed, logprobs_PK), strict=True):
-            opened = self._open[item.request]
-            loss_L = loss_P[places]
-            opened.losses[item.index] = float(loss_L.sum(dtype=np.float64))
-            opened.logprobs[item.index] = logprobs
-            opened.finite = finite.get(item.request)
-            if opened.error is None and not math.isfinite(opened.losses[item.index]):
-                opened.error = _not_finite(item, loss_L, logprobs)
+        by_request: dict[RequestKey, list[int]] = {}
+        for number, item in enumerate(packed.items):
+            by_request.setdefault(item.request, []).append(number)
         adapters, flops = len({item.row for item in packed.items}), self._flops(packed)
-        for request in {item.request for item in packed.items}:
-            passes = self._open[request].passes
+        memory_bytes = peak_bytes(self._model.device)  # on CUDA torch takes a tenth of a millisecond to say
+        outputs = unpack(packed, logprobs_PK)
+        for request, numbers in by_request.items():
+            opened = self._open[request]
+            for number in numbers:
+                item, loss_L = packed.items[number], loss_P[packed.places[number]]
+                opened.losses[item.index] = loss = float(loss_L.sum(dtype=np.float64))
+                opened.logprobs[item.index] = outputs[number]
+                if opened.error is None and not math.isfinite(loss):
+                    opened.error = _not_finite(item, loss_L, outputs[number])
+            opened.largest = magnitudes.get(request)
+            opened.done.append(tuple(packed.items[number].index for number in numbers))
+            passes = opened.passes
             passes.count += 1
+            passes.tokens += sum(packed.seq_lens[number] for number in numbers)
             passes.seconds += seconds
             passes.all_tokens += len(packed.tokens_T)
             passes.all_flops += flops
             passes.adapters = max(passes.adapters, adapters)
-            self._open[request].done.append(tuple(item.index for item in packed.items if item.request == request))
-        for item, computed in zip(packed.items, packed.seq_lens, strict=True):
-            self._open[item.request].passes.tokens += computed
+            passes.memory_bytes = memory_bytes
         return None
 
     def _flops(self, packed: Packed) -> float:
@@ -463,11 +548,11 @@ class Learner:
 
     def _forward_backward(
         self, packed: Packed, *, backward: bool
-    ) -> tuple[np.ndarray, np.ndarray, dict[RequestKey, bool]]:
-        """float32 loss [P], NaN where it or its derivative is not finite, log-probabilities [P, K], and whether the
-        gradients are finite of those requests that are complete with this pass. Gradients have gone into the segments'
-        rows. ``backward``: the layers' backward runs, even if no segment wants a gradient. The device is waited for
-        once, at the end."""
+    ) -> tuple[np.ndarray, np.ndarray, dict[RequestKey, float]]:
+        """float32 loss [P], NaN where it or its derivative is not finite, log-probabilities [P, K], and the largest
+        magnitudes in the gradients of those requests that are complete with this pass. Gradients have gone into the
+        segments' rows. ``backward``: the layers' backward runs, even if no segment wants a gradient. The device is
+        waited for once, at the end."""
         through_layers, backward = backward, backward or any(s.gradient is not None for s in packed.segments)
         loss_P = torch.zeros(len(packed.targets_PK), dtype=torch.float32, device=self._model.device)
         with torch.set_grad_enabled(backward):
@@ -492,15 +577,11 @@ class Learner:
                 chunk_loss = _chunk_loss(packed, loss_P, _sequence_ratio(packed, head.logprobs_PK))
                 chunk_loss(slice(0, len(loss_P)), head.logprobs_PK)
             complete = self._complete_with(packed.items)
-            extremes = [
-                torch.stack(torch.aminmax(self._model.bank.gradient_row(opened.rank_class, opened.gradient)))
-                for opened in complete.values()
-                if opened.gradient is not None
-            ]
-            results = torch.cat([loss_P, head.logprobs_PK.flatten(), *extremes]).cpu().numpy()
+            rows = self._gradient_rows(list(complete.values()))
+            magnitudes = [largest(rows)] if rows else []
+            results = torch.cat([loss_P, head.logprobs_PK.flatten(), *magnitudes]).cpu().numpy()
         loss, chosen, rest = np.split(results, np.cumsum([loss_P.numel(), head.logprobs_PK.numel()]))
-        finite = np.isfinite(rest.reshape(-1, 2)).all(axis=1).tolist()  # NaN in, NaN out
-        return loss, chosen.reshape(head.logprobs_PK.shape), dict(zip(complete, finite, strict=True))
+        return loss, chosen.reshape(head.logprobs_PK.shape), dict(zip(complete, rest.tolist(), strict=True))
 
     def _complete_with(self, items: Sequence[Item]) -> dict[RequestKey, _Request]:
         """The requests with a gradient of whose datums none is missing when these are done."""
@@ -520,23 +601,21 @@ class Learner:
         """float32 [P, K] where a loss needs all of a sequence's before its first derivative; 0 elsewhere, where no
         logits are made for it."""
         logprobs_PK = hidden_TD.new_zeros(packed.targets_PK.shape, dtype=torch.float32)
-        for span in packed.loss_spans:
-            if span.loss_fn not in SEQUENCE_LOSSES:
-                continue
-            # A token's places have one loss: those of a span are all places of the tokens between its first and last.
-            tokens_P, start, end = packed.place_tokens_P, span.start, span.end
-            if tokens_P is not None:
-                tokens_P = tokens_P[span.start : span.end]
-                start, end = int(tokens_P[0]), int(tokens_P[-1]) + 1
-                tokens_P = tokens_P - start
-            head = self._model.head.logprobs(
-                hidden_TD[start:end],
-                packed.targets_PK[span.start : span.end],
-                None if lora is None else lora.select(range(start, end)),
-                tokens_P=tokens_P,
-            )
-            logprobs_PK[span.start : span.end] = head.logprobs_PK
-        return logprobs_PK
+        whole = [number for number, loss in enumerate(packed.losses) if loss.loss_fn in SEQUENCE_LOSSES]
+        if not whole:
+            return logprobs_PK
+        # A token's places have one loss, so that theirs are all places of these tokens.
+        places_P = np.flatnonzero(np.isin(packed.losses_P, whole))
+        tokens_P = places_P if packed.place_tokens_P is None else packed.place_tokens_P.numpy()[places_P]
+        tokens, rows_P = np.unique(tokens_P, return_inverse=True)
+        tokens_N, places = (to_device(torch.from_numpy(x), hidden_TD.device) for x in (tokens, places_P))
+        head = self._model.head.logprobs(
+            hidden_TD.detach().index_select(0, tokens_N),
+            packed.targets_PK.index_select(0, places),
+            None if lora is None else lora.select(tokens.tolist()),
+            tokens_P=None if packed.place_tokens_P is None else torch.from_numpy(rows_P),
+        )
+        return logprobs_PK.index_copy_(0, places, head.logprobs_PK)
 
 
 def _sequence_ratio(packed: Packed, logprobs_PK: torch.Tensor) -> torch.Tensor | None:
@@ -554,23 +633,31 @@ def _chunk_loss(
 
     @torch.no_grad()
     def chunk_loss(places: slice, logprobs_CK: torch.Tensor) -> torch.Tensor | None:
+        inputs = packed.loss_inputs(places, sequence_ratio_P)
+        here = np.unique(packed.losses_P[places]).tolist()
         dlogprobs_CK: torch.Tensor | None = None
-        for span in packed.loss_spans:
-            start, end = max(span.start, places.start), min(span.end, places.stop)
-            if start >= end:
-                continue
-            here = slice(start - places.start, end - places.start)
-            inputs = packed.loss_inputs(slice(start, end), sequence_ratio_P)
-            loss = token_loss(span.loss_fn, span.config, logprobs_CK[here], inputs)
-            finite_C = loss.loss_C.isfinite() & loss.dlogprobs_CK.isfinite().all(1) & ~logprobs_CK[here].isnan().any(1)
-            loss_P[start:end] = torch.where(finite_C, loss.loss_C, torch.nan)
-            if span.backward:
-                if dlogprobs_CK is None:
-                    dlogprobs_CK = torch.zeros_like(logprobs_CK)
-                dlogprobs_CK[here] = torch.where(finite_C[:, None], loss.dlogprobs_CK, 0.0)
+        for number in here:
+            wanted = packed.losses[number]
+            loss = token_loss(wanted.loss_fn, wanted.config, logprobs_CK, inputs)
+            finite_C = _all_finite(loss.loss_C, loss.dlogprobs_CK) & (logprobs_CK == logprobs_CK).all(1)
+            loss_C = torch.where(finite_C, loss.loss_C, torch.nan)
+            if packed.device_losses_P is None or len(here) == 1:
+                trained_C = finite_C
+            else:  # computed for all places of the chunk: one loss after another, however many take it
+                own_C = packed.device_losses_P[places] == number
+                loss_C, trained_C = torch.where(own_C, loss_C, loss_P[places]), finite_C & own_C
+            loss_P[places] = loss_C
+            if wanted.backward:
+                others = 0.0 if dlogprobs_CK is None else dlogprobs_CK
+                dlogprobs_CK = torch.where(trained_C[:, None], loss.dlogprobs_CK, others)
         return dlogprobs_CK
 
     return chunk_loss
+
+
+def _all_finite(loss_C: torch.Tensor, dlogprobs_CK: torch.Tensor) -> torch.Tensor:
+    """bool [C]. ``isfinite`` takes four kernels."""
+    return (loss_C.abs() < torch.inf) & (dlogprobs_CK.abs() < torch.inf).all(1)
 
 
 def _not_finite(item: Item, loss_L: np.ndarray, logprobs: np.ndarray) -> UserError:
@@ -586,13 +673,8 @@ def _not_finite(item: Item, loss_L: np.ndarray, logprobs: np.ndarray) -> UserErr
     )
 
 
-def _is_finite(row: torch.Tensor) -> bool:
-    lowest, highest = torch.aminmax(row)  # NaN in, NaN out
-    return bool(lowest.isfinite() & highest.isfinite())
-
-
-def _check_finite(finite: bool, what: str) -> None:
-    if not finite:
+def _check_finite(magnitude: float, what: str) -> None:
+    if not math.isfinite(magnitude):
         raise UserError(f"{what} is not finite, expected finite numbers, although the loss of every datum is")
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant.model.passes import RowRef, Segment
-from descant.train.batch import Item, LossSpan, pack, unpack
+from descant.train.batch import Item, PlaceLoss, pack, unpack
 from descant.types import LOSS_FN_INPUTS, Datum, EncodedText
 
 CPU = torch.device("cpu")
@@ -59,11 +59,14 @@ def test_sorted_by_adapter_then_request() -> None:
         Segment(start=4, end=5, row=small, gradient=None),
         Segment(start=5, end=7, row=large, gradient=0),
     )
-    assert packed.loss_spans == (
-        LossSpan(start=0, end=4, backward=True, loss_fn="cross_entropy", config={}),
-        LossSpan(start=4, end=5, backward=False, loss_fn="cross_entropy", config={}),
-        LossSpan(start=5, end=7, backward=True, loss_fn="ppo", config=clip),
+    assert packed.losses == (
+        PlaceLoss(backward=True, loss_fn="cross_entropy", config={}),
+        PlaceLoss(backward=False, loss_fn="cross_entropy", config={}),
+        PlaceLoss(backward=True, loss_fn="ppo", config=clip),
     )
+    assert packed.losses_P.tolist() == [0, 0, 0, 0, 1, 2, 2]
+    assert packed.device_losses_P is not None
+    assert packed.device_losses_P.tolist() == packed.losses_P.tolist()
     assert packed.tokens_T.tolist() == [6, 7, 8, 9, 4, 1, 2]
     assert packed.positions_T.tolist() == [0, 1, 2, 0, 0, 0, 1]
     assert packed.targets_PK.tolist() == [[1, 2], [3, 4], [5, 6], [1, 0], [5, 0], [2, 0], [3, 0]]
@@ -74,9 +77,9 @@ def test_sorted_by_adapter_then_request() -> None:
     assert packed.weights_PK.dtype == packed.logprobs_P.dtype == packed.advantages_P.dtype == torch.float32
 
 
-def test_one_loss_with_two_configs_is_two_spans() -> None:
-    rows = [RowRef(rank_class=8, slot=slot) for slot in range(3)]
-    betas = [0.05, 0.05, 0.1]
+def test_one_loss_with_two_configs_is_two_losses() -> None:
+    rows = [RowRef(rank_class=8, slot=slot) for slot in range(4)]
+    betas = [0.05, 0.05, 0.1, 0.05]
     packed = pack(
         [
             item(
@@ -86,7 +89,8 @@ def test_one_loss_with_two_configs_is_two_spans() -> None:
         ],
         CPU,
     )
-    assert [(span.start, span.end, span.config["beta"]) for span in packed.loss_spans] == [(0, 2, 0.05), (2, 3, 0.1)]
+    assert [loss.config["beta"] for loss in packed.losses] == [0.05, 0.1]
+    assert packed.losses_P.tolist() == [0, 0, 1, 0]
 
 
 @st.composite
@@ -131,5 +135,5 @@ def test_everything_finds_its_way_back(given_items: list[Item]) -> None:
         for owner in set(owners[segment.start : segment.end]):
             assert packed.items[owner].row == segment.row
             assert packed.items[owner].gradient == segment.gradient
-    spans = [(span.loss_fn, span.backward) for span in packed.loss_spans for _ in range(span.start, span.end)]
-    assert spans == [(packed.items[owner].loss_fn, packed.items[owner].gradient is not None) for owner in owners]
+    losses = [(packed.losses[number].loss_fn, packed.losses[number].backward) for number in packed.losses_P]
+    assert losses == [(packed.items[owner].loss_fn, packed.items[owner].gradient is not None) for owner in owners]

@@ -7,13 +7,14 @@ import torch
 
 from descant.errors import UserError
 from descant.train import optim
-from descant.train.optim import adamw
 from descant.types import AdamParams
 
 LIMIT = torch.finfo(torch.float32).max
 
 
-class Row:
+class Taker:
+    """A row that takes steps."""
+
     def __init__(self, size: int = 1000, seed: int = 0):
         self.generator = torch.Generator().manual_seed(seed)
         self.weights = torch.randn(size, generator=self.generator)
@@ -24,11 +25,25 @@ class Row:
         return torch.randn(self.weights.shape, generator=self.generator) * 0.1
 
     def take(self, gradient: torch.Tensor, params: AdamParams, limit: float = LIMIT) -> float:
-        norm = adamw(
-            self.weights, gradient.clone(), self.moment1, self.moment2, step=self.step + 1, params=params, limit=limit
-        )
+        [outcome] = optim.adamw([self.next(gradient, params)], limit=limit)
+        if isinstance(outcome, Exception):
+            raise outcome
         self.step += 1
-        return norm
+        return outcome
+
+    def next(self, gradient: torch.Tensor, params: AdamParams) -> optim.Row:
+        return optim.Row(
+            weights=self.weights,
+            gradient=gradient.clone(),
+            moment1=self.moment1,
+            moment2=self.moment2,
+            step=self.step + 1,
+            params=params,
+        )
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [self.weights, self.moment1, self.moment2]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +60,7 @@ class Row:
     ids=["defaults", "all set", "beta1 0", "beta2 0", "clipped", "clip out of reach", "lr 0"],
 )
 def test_equals_torch(params: AdamParams) -> None:
-    row = Row()
+    row = Taker()
     start = row.weights.clone()
     reference = torch.nn.Parameter(row.weights.clone())
     optimizer = torch.optim.AdamW(
@@ -72,7 +87,7 @@ def test_equals_torch(params: AdamParams) -> None:
 
 
 def test_zero_gradient_leaves_zero_weights_zero() -> None:
-    row = Row()
+    row = Taker()
     row.weights.zero_()
     row.take(torch.zeros_like(row.weights), AdamParams())
     assert row.weights.count_nonzero() == 0
@@ -90,7 +105,7 @@ def test_zero_gradient_leaves_zero_weights_zero() -> None:
     ids=["infinite weights", "beyond the working dtype", "infinite second moment", "nan gradient", "decay"],
 )
 def test_refused_step_changes_nothing(params: AdamParams, scale: float, limit: float) -> None:
-    row = Row()
+    row = Taker()
     row.take(row.new_gradient(), AdamParams())
     before = [tensor.clone() for tensor in (row.weights, row.moment1, row.moment2)]
     with pytest.raises(UserError, match="would make a weight or a moment not finite"):
@@ -101,7 +116,7 @@ def test_refused_step_changes_nothing(params: AdamParams, scale: float, limit: f
 
 
 def test_norm_of_a_large_gradient_is_finite() -> None:
-    row = Row()
+    row = Taker()
     gradient = torch.full_like(row.weights, 1e18)
     assert row.take(gradient, AdamParams()) == pytest.approx(1e18 * 1000**0.5, rel=1e-6)
 
@@ -124,7 +139,7 @@ def test_rows_are_copied_only_when_the_step_might_have_to_be_undone(
     checked: list[bool] = []
     real = optim._is_safe
     monkeypatch.setattr(optim, "_is_safe", lambda *args: checked.append(real(*args)) or checked[-1])
-    row, careful = Row(), Row()
+    row, careful = Taker(), Taker()
     gradient = row.new_gradient() * scale
     row.take(gradient, params)
     assert checked == [not copies]
@@ -137,7 +152,10 @@ def test_rows_are_copied_only_when_the_step_might_have_to_be_undone(
 @pytest.mark.parametrize("value", [1e-25, 1e-15, 1.0, 1e15, 1e25])
 def test_norms_of_any_size(value: float) -> None:
     gradient = torch.full((1000,), value)
-    norm, _ = optim._measure(gradient, (gradient,) * 3)
+    row = optim.Row(
+        weights=gradient, gradient=gradient, moment1=gradient, moment2=gradient, step=1, params=AdamParams()
+    )
+    [(norm, _)] = optim._measure([row])
     assert norm == pytest.approx(value * 1000**0.5, rel=1e-6)
 
 
@@ -145,7 +163,41 @@ def test_norms_of_any_size(value: float) -> None:
 def test_the_norm_of_a_long_row_is_exact(size: int) -> None:
     """A single float32 sum over millions is off by more than 1e-4."""
     gradient = torch.randn(size, generator=torch.Generator().manual_seed(0))
-    row = [torch.zeros(size) for _ in range(3)]
     want = float(torch.linalg.vector_norm(gradient.double()))
-    norm = adamw(row[0], gradient, row[1], row[2], step=1, params=AdamParams(), limit=1e38)
+    norm = Taker(size).take(gradient, AdamParams())
     assert norm == pytest.approx(want, rel=1e-6)
+
+
+def test_together_equals_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several lengths, parameters and steps, some clipped, one refused: to the bit, and measured at once."""
+    decayed = AdamParams(learning_rate=1e-2, weight_decay=0.1)
+    clipped = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
+    cases = [(64, 0, decayed, 1.0), (1000, 2, decayed, 1.0), (1000, 0, clipped, 1.0), (64, 1, decayed, float("nan"))]
+    cases += [(640, 0, clipped, 1e-3), (1000, 1, AdamParams(learning_rate=1e3, eps=1e-37), 1.0)]
+    together, alone = ([Taker(size, seed) for seed, (size, *_) in enumerate(cases)] for _ in range(2))
+    for takers in (together, alone):
+        for taker, (_, steps, params, _) in zip(takers, cases):
+            for _ in range(steps):
+                taker.take(taker.new_gradient(), params)
+    rows = [taker.next(taker.new_gradient() * scale, params) for taker, (*_, params, scale) in zip(together, cases)]
+    measured: list[int] = []
+    real = optim._measure
+    monkeypatch.setattr(optim, "_measure", lambda rows: measured.append(len(rows)) or real(rows))
+    outcomes = optim.adamw(rows, limit=LIMIT)
+    assert measured == [len(cases)]
+    for outcome, ours, taker, (*_, params, scale) in zip(outcomes, together, alone, cases):
+        if scale != scale:
+            assert isinstance(outcome, UserError)
+        else:
+            assert outcome == taker.take(taker.new_gradient() * scale, params)
+        for mine, its in zip(ours.state, taker.state):
+            assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -3.0])
+def test_the_largest_magnitude_is_found_wherever_it_is(value: float) -> None:
+    rows = [torch.ones(70000), torch.ones(64), torch.zeros(3)]
+    rows[0][69000] = value
+    got = optim.largest(rows).tolist()
+    assert got[0] != got[0] if value != value else got[0] == abs(value)
+    assert got[1:] == [1.0, 0.0]

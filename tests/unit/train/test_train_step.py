@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from descant.errors import NotFound, ServerError, UserError
-from descant.testing.studio import Studio, datum, rl_datum, some_commands
+from descant.testing.studio import STEP, Studio, datum, rl_datum, some_commands
 from descant.train.step import Part
-from descant.types import AdamParams
+from descant.types import AdamParams, OptimStepOutput
 
 NewStudio = Callable[[], Studio]
 
@@ -269,12 +269,14 @@ def test_a_gradient_beyond_float32_fails_though_every_loss_is_finite(studio: Stu
         studio.step("a")
 
     # a pending gradient at the edge of float32 stays as it is when another would push it over
-    studio.run(studio.command("a", datum(8)))
-    row = studio.bank.gradient("a")
-    row.mul_(torch.finfo(torch.float32).max / row.abs().max())
+    studio.run(studio.command("a", datum(40)))
+    weight = 0.3 * torch.finfo(torch.float32).max / float(studio.gradient("a").abs().max())
+    studio.step("a", AdamParams(learning_rate=0.0))
+    for _ in range(3):
+        studio.run(studio.command("a", datum(40, weights=np.full(40, weight))))
     pending = studio.gradient("a")
     with pytest.raises(UserError, match=r"^the sum of this gradient and those before it is not finite"):
-        studio.run(studio.command("a", datum(8, weights=[1e34] * 8)))
+        studio.run(studio.command("a", datum(40, weights=np.full(40, weight))))
     assert torch.equal(studio.gradient("a"), pending)
     assert pending.isfinite().all()
     assert_no_scratch_left(studio)
@@ -334,6 +336,40 @@ def test_a_step_is_all_or_nothing(studio: Studio, fail: Callable[[Studio], None]
     studio.run(studio.command("a", datum(3)))
     assert studio.step("a")["step:max"] == 1
     assert not torch.equal(studio.bank.weights("a"), before[0])
+
+
+def test_steps_together_are_each_ones_own(new_studio: NewStudio) -> None:
+    """Those that cannot step change nothing of theirs and of nobody's; the others have the bits of a step alone."""
+    together, alone = new_studio(), new_studio()
+    for studio in (together, alone):
+        for number, model_id in enumerate(["a", "b", "c", "d", "e"]):
+            studio.create(model_id, 3 + 5 * number, seed=number)
+            studio.run(studio.command(model_id, datum(20, number)))
+        studio.learner.lose_gradient("b", "it was refused")
+        studio.learner.open(studio.command("d", datum(3)))
+    clipped = AdamParams(learning_rate=1e-2, grad_clip_norm=0.1)
+    steps = [("a", STEP), ("b", STEP), ("c", AdamParams(beta1=2.0)), ("d", STEP), ("gone", STEP), ("e", clipped)]
+    before, pending = {m: together.state(m) for m in "bcd"}, together.gradient("d")
+    outcomes = together.learner.optim_steps(steps)
+    for (model_id, params), outcome in zip(steps, outcomes, strict=True):
+        if isinstance(outcome, OptimStepOutput):
+            assert outcome == alone.learner.optim_step(model_id, params)
+            for ours, its in zip(together.state(model_id), alone.state(model_id)):
+                assert torch.equal(ours, its)
+            work = together.bank.work_slab(together.bank[model_id].rank_class)[together.bank[model_id].work]
+            assert torch.equal(work, together.bank.weights(model_id))
+    assert [str(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [
+        "optim_step changed nothing and cleared the gradient, since a part of it is missing: it was refused",
+        "adam_params.beta1 is 2.0, expected at least 0 and below 1",
+        "optim_step came while forward_backward with seq_id 2 was open",
+        "model gone is not here",
+    ]
+    for model_id, state in before.items():
+        for tensor, saved in zip(together.state(model_id), state):
+            assert torch.equal(tensor, saved)
+    assert [together.gradient(m).count_nonzero() > 0 for m in "abcde"] == [False, False, False, True, False]
+    assert torch.equal(together.gradient("d"), pending)
+    assert [together.bank[m].step for m in "abcde"] == [1, 0, 0, 0, 1]
 
 
 def test_failed_forward_only_does_not_stop_a_step(studio: Studio) -> None:
