@@ -365,11 +365,9 @@ class TurnLoop:
             return
         for request_id in followers:
             sampled = self._samples[request_id]
-            deltas = sampled.scheduler.move(request_id, version)
+            sampled.scheduler.move(request_id, version)
             self._samples[request_id] = replace(sampled, version=version)
             self._executor.free(sampled.version)
-            for delta in deltas:
-                self._deliver(delta)
 
     def _release(self, version: Version) -> None:
         self._executor.release_version(version)

@@ -4,7 +4,8 @@
 
 A graph is made for a number of rows, of pieces that their keys are cut into, and of tiles of each class of adapters.
 While the host takes in a step's tokens and plans the next, the device already computes that next step
-(``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away.
+(``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away. New
+weights begin with the step after: what is ahead was computed with those of its launch, and is told as theirs.
 
 All inputs are views of one buffer on the device that never moves; a step fills the same buffer in host memory and
 copies it over. Rows beyond the step's own are dummies whose keys go to a page of nobody's. Graphs share one memory
@@ -21,7 +22,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -91,23 +92,27 @@ class Flight:
     def __init__(
         self,
         sequences: Sequence[SequenceStep],
-        rows: Sequence[RowRef | None],
         step: _Captured,
         result: np.ndarray,
         done: Any,
         *,
         ahead: bool,
     ):
-        self.sequences, self.rows, self.step = sequences, rows, step
+        self.sequences, self.step = sequences, step
         self._result, self._done, self._ahead = result, done, ahead
         self._index = {sequence.sequence: index for index, sequence in enumerate(sequences)}
 
-    def index(self, sequence: SequenceStep, row: RowRef | None) -> int | None:
-        """Which of its rows does this sequence's step, None if none does."""
+    def index(self, sequence: SequenceStep) -> int | None:
+        """Which of its rows does this sequence's step, whatever its version; None if none does."""
         index = self._index.get(sequence.sequence)
-        if index is None or self.rows[index] != row:
+        if index is None:
             return None
         return index if self.sequences[index].context + self._ahead == sequence.context else None
+
+    def computed(self, index: int, sequence: SequenceStep) -> SequenceStep:
+        """``sequence``, whose step row ``index`` does, with the version that computes it."""
+        version = self.sequences[index].version
+        return sequence if version == sequence.version else replace(sequence, version=version)
 
     def wait(self) -> Decoded:
         if self._done is not None:
@@ -226,16 +231,19 @@ class DecodeGraphs:
         """``sequences`` sorted by ``rows`` (rank class, then slot; those without an adapter anywhere)."""
         return self._launch(sequences, rows, None, [])
 
-    def launch_ahead(self, flight: Flight, kept: Sequence[tuple[int, SequenceStep]]) -> Flight | None:
+    def launch_ahead(
+        self, flight: Flight, kept: Sequence[tuple[int, SequenceStep]], rows: Sequence[RowRef | None]
+    ) -> Flight | None:
         """The step after ``flight``, whose tokens nobody has seen yet: they stay on the device. ``kept``: rows of
-        ``flight`` to go on with, and their sequences' steps in it. None if one of them needs a page that it has not.
+        ``flight`` to go on with, and their sequences' steps in it, sorted by ``rows``, the adapters of the step ahead.
+        None if one of them needs a page that it has not.
 
         A sequence that turns out to have stopped has been computed in vain, into its own page, and harms nobody: all
         that uses the page later is told to the device later."""
         chosen = [sequence for _, sequence in kept]
         if any((sequence.context + 1) // PAGE_TOKENS >= len(sequence.pages) for sequence in chosen):
             return None
-        return self._launch(chosen, [flight.rows[index] for index, _ in kept], flight, [index for index, _ in kept])
+        return self._launch(chosen, rows, flight, [index for index, _ in kept])
 
     def _launch(
         self,
@@ -266,7 +274,7 @@ class DecodeGraphs:
         if self._on_cuda:
             stage.done = torch.cuda.Event()
             stage.done.record()
-        return Flight(sequences, rows, captured, stage.result.numpy(), stage.done, ahead=before is not None)
+        return Flight(sequences, captured, stage.result.numpy(), stage.done, ahead=before is not None)
 
     def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
         segments: list[tuple[int, int, RowRef]] = []

@@ -10,7 +10,8 @@ is taken up by whoever begins with the same tokens and the same version: the sam
 conversation, the same sequence after a preemption. A sequence whose next page is being computed by another waits.
 
 **Versions.** A request stays with its version to the end, or, ``inflight``, moves to newer ones between two steps with
-its keys and values kept (``move``). What such a sequence computes then depends on both versions, and is not kept.
+its keys and values kept (``move``). What such a sequence computes then depends on both versions, and is not kept. A
+token is told as the version's that the sampler computed it with, which may lag a step behind a move.
 """
 
 from __future__ import annotations
@@ -99,10 +100,14 @@ class SequenceOutput:
     """``tokens`` drawn, with their ``logprobs`` and, where asked for, the likeliest tokens at each, (ids, logprobs)
     falling. ``prompt`` answers the step's.
 
+    ``version``: the weights that computed it. The step's, or those of the sequence's step before if the sampler was a
+    step ahead when its request moved.
+
     ``error``: what went wrong with this sequence alone (logits that are not finite); its request fails, no other.
     """
 
     sequence: int
+    version: Version | None
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     topk: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
@@ -115,6 +120,8 @@ class _Sequence:
     """One sample of a request. ``computed``: tokens whose keys lie in its pages; ``page_tuple``: the pages it had in
     its last step (pages only ever come behind them while it runs).
 
+    ``version``: what drew the tokens that nobody has been told.
+
     ``keys``: of its full pages, as far as they were asked for. ``kept``: its full pages that were told to the
     allocator. ``claims``: keys of pages that it is about to compute and others wait for. ``pure``: all it has computed
     is of one version.
@@ -125,6 +132,7 @@ class _Sequence:
     sample: int
     seed: int
     stop_text: StopText | None
+    version: Version | None
     drawn: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
@@ -288,6 +296,7 @@ class Scheduler:
                 sample=sample,
                 seed=stream_seed(seed, sample),
                 stop_text=StopText(stop_strings, self._decode_text) if stop_strings else None,
+                version=entry.version,
             )
             self._next_sequence += 1
             self._sequences[sequence.id] = sequence
@@ -332,26 +341,23 @@ class Scheduler:
             and entry.version.number < version.number
         ]
 
-    def move(self, request_id: str, version: Version) -> list[SampleDelta]:
-        """Between two steps: from the next on this request is computed with ``version``. What running sequences have
-        computed stays; the tokens drawn until now are told, so that a delta is of one version."""
+    def move(self, request_id: str, version: Version) -> None:
+        """Between two steps: from the next on this request is computed with ``version``, from the one after where the
+        sampler has computed the next already. What running sequences have computed stays."""
         if self._in_flight is not None:
             raise RuntimeError("move() was called between a plan and its apply() or fail()")
         request = self._requests[request_id]
         running = [s for s in self._running if s.request is request]
-        members = sorted([*running, *request.waiting], key=lambda s: s.sample)
-        deltas = [self._delta(s, None) for s in members if len(s.drawn) > s.told]
         for sequence in running:
             self._let_go_of_claims(sequence)
             if sequence.computed:
                 sequence.pure = False
                 self._crossings += 1
-        for sequence in members:
+        for sequence in (*running, *request.waiting):
             sequence.keys = []
         before, request.version, request.keys = request.version, version, []
         self._released.discard(version)
         self._forget_if_released(before)
-        return deltas
 
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -557,6 +563,10 @@ class Scheduler:
             sequence.computed += len(step.tokens)
             if output.prompt is not None and request.scores is not None:
                 request.scores.take(output.prompt)
+            if output.tokens and output.version != sequence.version:
+                if len(sequence.drawn) > sequence.told:  # a delta is of one version
+                    deltas.append(self._delta(sequence, None))
+                sequence.version = output.version
             stop_reason = self._append(sequence, output)
             if step.draft:
                 self._take_guesses(sequence, step, output)
@@ -622,7 +632,7 @@ class Scheduler:
             tokens=np.array(sequence.drawn[sequence.told :], np.int32),
             logprobs=np.array(sequence.logprobs[sequence.told :], np.float32),
             stop_reason=stop_reason,
-            version=request.version,
+            version=sequence.version,
             prompt=scores,
             prompt_cache_hit_tokens=request.hit_tokens,
             topk_logprobs=_topk(sequence.topk[sequence.told :], request.request.topk_sample_logprobs),

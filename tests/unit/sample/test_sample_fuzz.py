@@ -23,12 +23,12 @@ MODELS = ("a", "b")
 class World:
     """A rank's share of sampling: versions published, pinned and released, requests running."""
 
-    def __init__(self, chance: random.Random, *, keeps_prefixes: bool):
+    def __init__(self, chance: random.Random, *, keeps_prefixes: bool, ahead: bool):
         self.chance = chance
         self.scheduler = scheduler(
             num_pages=NUM_PAGES, max_running=6, step_tokens=50, max_waiting=40, keeps_prefixes=keeps_prefixes
         )
-        self.sampler = PagedFake(NUM_PAGES)
+        self.sampler = PagedFake(NUM_PAGES, ahead=ahead)
         self.finished = Finished()
         self.published: dict[str, list[Version]] = {model: [] for model in MODELS}
         self.number = Counter[str]()
@@ -54,7 +54,7 @@ class World:
         for request_id in self.scheduler.followers(version):
             self.pins[version] += 1
             before = self.versions[request_id]
-            self.finished.take(self.scheduler.move(request_id, version))
+            self.scheduler.move(request_id, version)
             self.versions[request_id] = version
             self.unpin(before)
 
@@ -167,10 +167,14 @@ class World:
             np.testing.assert_array_equal(scores[1:], np.array(expected, np.float32))
 
 
-@pytest.mark.parametrize(("seed", "keeps_prefixes"), [(0, True), (1, False)], ids=["prefixes kept", "none kept"])
-def test_any_order_of_anything(seed: int, keeps_prefixes: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "keeps_prefixes", "ahead"),
+    [(0, True, False), (1, False, False), (2, True, True)],
+    ids=["prefixes kept", "none kept", "a step ahead"],
+)
+def test_any_order_of_anything(seed: int, keeps_prefixes: bool, ahead: bool) -> None:
     chance = random.Random(seed)
-    world = World(chance, keeps_prefixes=keeps_prefixes)
+    world = World(chance, keeps_prefixes=keeps_prefixes, ahead=ahead)
     num_requests = 2000 if keeps_prefixes else 300
     while len(world.requests) < num_requests or world.scheduler.has_work():
         dice = chance.random()
