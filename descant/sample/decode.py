@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from descant.model import decode
@@ -85,6 +86,35 @@ class _Captured:
     result_2N: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What a step's rows are computed from, tokens, pages and adapters aside."""
+
+    positions_N: NDArray[np.int64]
+    temperature_N: NDArray[np.float32]
+    seeds_N: NDArray[np.uint64]
+    draws_N: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceStep]) -> Columns:
+        return cls(
+            positions_N=np.array([s.context for s in sequences], np.int64),
+            temperature_N=np.array([s.temperature for s in sequences], np.float32),
+            seeds_N=np.array([s.seed for s in sequences], np.uint64),
+            draws_N=np.array([s.draw for s in sequences], np.uint64),
+        )
+
+    def ahead(self, sources: Sequence[int]) -> Columns:
+        """One token further, for these of the rows."""
+        chosen = np.array(sources, np.int64)
+        return Columns(
+            positions_N=self.positions_N[chosen] + 1,
+            temperature_N=self.temperature_N[chosen],
+            seeds_N=self.seeds_N[chosen],
+            draws_N=self.draws_N[chosen] + np.uint64(1),
+        )
+
+
 class Flight:
     """A step that the device was told to do: whose, and where its result will be. ``ahead``: it computes the token
     after the one that its sequences' last step drew."""
@@ -92,13 +122,14 @@ class Flight:
     def __init__(
         self,
         sequences: Sequence[SequenceStep],
+        columns: Columns,
         step: _Captured,
         result: np.ndarray,
         done: Any,
         *,
         ahead: bool,
     ):
-        self.sequences, self.step = sequences, step
+        self.sequences, self.columns, self.step = sequences, columns, step
         self._result, self._done, self._ahead = result, done, ahead
         self._index = {sequence.sequence: index for index, sequence in enumerate(sequences)}
 
@@ -112,7 +143,9 @@ class Flight:
     def computed(self, index: int, sequence: SequenceStep) -> SequenceStep:
         """``sequence``, whose step row ``index`` does, with the version that computes it."""
         version = self.sequences[index].version
-        return sequence if version == sequence.version else replace(sequence, version=version)
+        if version is sequence.version or version == sequence.version:
+            return sequence
+        return replace(sequence, version=version)
 
     def wait(self) -> Decoded:
         if self._done is not None:
@@ -241,7 +274,7 @@ class DecodeGraphs:
         A sequence that turns out to have stopped has been computed in vain, into its own page, and harms nobody: all
         that uses the page later is told to the device later."""
         chosen = [sequence for _, sequence in kept]
-        if any((sequence.context + 1) // PAGE_TOKENS >= len(sequence.pages) for sequence in chosen):
+        if any([sequence.context + 1 >= len(sequence.pages) * PAGE_TOKENS for sequence in chosen]):
             return None
         return self._launch(chosen, rows, flight, [index for index, _ in kept])
 
@@ -256,7 +289,13 @@ class DecodeGraphs:
         self._stages.reverse()
         stage.wait()
         bucket = next(size for size in self._buckets if size >= len(sequences))
-        stage.fill(sequences, bucket, ahead=before is not None, sources=sources)
+        if before is None:
+            columns = Columns.of(sequences)
+            stage.fill_rows("tokens", [s.tokens[0] for s in sequences], bucket)
+        else:
+            columns = before.columns.ahead(sources)
+            stage.fill_rows("sources", sources, bucket)
+        stage.fill(columns, [s.pages for s in sequences], bucket)
         num_pieces = stage.fill_pieces(bucket, self._piece_tokens(bucket))
         key = _Key(rows=bucket, pieces=num_pieces, tiles=self._fill_adapters(stage, rows))
         captured = self._captured(key) if self._captures else None
@@ -274,7 +313,7 @@ class DecodeGraphs:
         if self._on_cuda:
             stage.done = torch.cuda.Event()
             stage.done.record()
-        return Flight(sequences, captured, stage.result.numpy(), stage.done, ahead=before is not None)
+        return Flight(sequences, columns, captured, stage.result.numpy(), stage.done, ahead=before is not None)
 
     def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
         segments: list[tuple[int, int, RowRef]] = []
@@ -417,25 +456,22 @@ class _Stage:
         if self.done is not None:
             self.done.synchronize()
 
-    def fill(self, sequences: Sequence[SequenceStep], bucket: int, *, ahead: bool, sources: Sequence[int]) -> None:
-        """Everything but pieces and adapters. ``ahead``: one token further than the sequences say."""
-        num_rows, host = len(sequences), self.numpy
-        for name, values in (
-            ("tokens", [s.tokens[0] for s in sequences]),
-            ("positions", [s.context + ahead for s in sequences]),
-            ("temperature", [s.temperature for s in sequences]),
-            ("sources", sources),
-        ):
-            host[name][: len(values)] = values
-            host[name][len(values) : bucket] = 0
-        seeds = np.array([s.seed for s in sequences], np.uint64)
-        host["uniform"][:num_rows] = uniforms(seeds, np.array([s.draw + ahead for s in sequences], np.uint64))
-        table, known = host["table"], self._pages
-        for index, sequence in enumerate(sequences):
-            if known[index] != sequence.pages:
-                table[index, : len(sequence.pages)] = sequence.pages
-                known[index] = sequence.pages
-        for index in range(num_rows, bucket):
+    def fill_rows(self, name: str, values: Sequence[float] | np.ndarray, bucket: int) -> None:
+        field = self.numpy[name]
+        field[: len(values)] = values
+        field[len(values) : bucket] = 0
+
+    def fill(self, columns: Columns, pages: Sequence[tuple[int, ...]], bucket: int) -> None:
+        """Everything but tokens or their sources, pieces and adapters."""
+        self.fill_rows("positions", columns.positions_N, bucket)
+        self.fill_rows("temperature", columns.temperature_N, bucket)
+        self.fill_rows("uniform", uniforms(columns.seeds_N, columns.draws_N), bucket)
+        table, known = self.numpy["table"], self._pages
+        for index, held in enumerate(pages):
+            if known[index] is not held and known[index] != held:
+                table[index, : len(held)] = held
+                known[index] = held
+        for index in range(len(pages), bucket):
             if known[index] != ():
                 table[index, 0] = self._dummy_page
                 known[index] = ()

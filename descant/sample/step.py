@@ -155,27 +155,35 @@ class Sampler:
         weights, or reads them before anything that takes their row. The step after is the new version's."""
         flight, self._ahead = self._ahead, None
         alone = self._deterministic
-        others = [s for s in sequences if not self._is_graphs(s)]
-        served: list[tuple[RowRef | None, int, SequenceStep]] = []
+        goes_on = not alone
+        others: list[SequenceStep] = []
+        served: list[tuple[tuple[int, int], int, RowRef | None, SequenceStep]] = []
         fresh: list[tuple[RowRef | None, SequenceStep]] = []
+        version, row, order = None, None, _row_order(None)
         for sequence in sequences:
-            if self._is_graphs(sequence):
-                row = self._row(sequence)
-                index = None if flight is None else flight.index(sequence)
-                if index is None:
-                    fresh.append((row, sequence))
-                else:
-                    served.append((row, index, sequence))
-        # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after would
-        # write over the logits that alternatives are taken from.
-        goes_on = not others and not alone and not any(_is_cut(s) or s.topk for s in sequences)
+            if not self._is_graphs(sequence):
+                others.append(sequence)
+                continue
+            # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after
+            # would write over the logits that alternatives are taken from.
+            if sequence.topk or _is_cut(sequence):
+                goes_on = False
+            if sequence.version is not version:  # most often it is the one of the sequence before
+                version, row = sequence.version, self._row(sequence)
+                order = _row_order(row)
+            index = None if flight is None else flight.index(sequence)
+            if index is None:
+                fresh.append((row, sequence))
+            else:
+                served.append((order, index, row, sequence))
+        goes_on = goes_on and not others
 
         outputs: list[SequenceOutput] = []
         if flight is not None and served:
-            served.sort(key=lambda entry: (_row_order(entry[0]), entry[1]))
-            kept = [(index, sequence) for _, index, sequence in served]
+            served.sort()  # no two have the same index
+            kept = [(index, sequence) for _, index, _, sequence in served]
             if goes_on and not fresh:
-                self._ahead = graphs.launch_ahead(flight, kept, [row for row, _, _ in served])
+                self._ahead = graphs.launch_ahead(flight, kept, [row for _, _, row, _ in served])
             outputs += self._land(flight, kept)
         fresh.sort(key=lambda pair: _row_order(pair[0]))
         for first in range(0, len(fresh), graphs.max_rows):
@@ -195,7 +203,7 @@ class Sampler:
         """A graph computes its step."""
         if self._deterministic:  # drawn tokens always, prompts never
             return sequence.drawn and len(sequence.tokens) == 1
-        return _decodes(sequence) and not sequence.draft
+        return not sequence.draft and _decodes(sequence)
 
     def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
         decoded = flight.wait()

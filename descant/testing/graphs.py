@@ -11,7 +11,7 @@ import torch
 from descant.model.lora import LoraPass
 from descant.model.passes import Pass, RowRef
 from descant.sample.chance import uniform
-from descant.sample.decode import Flight
+from descant.sample.decode import Columns, Flight
 from descant.sample.draw import RowParams, draw
 from descant.sample.pages import PAGE_TOKENS
 from descant.sample.scheduler import SequenceStep
@@ -69,7 +69,8 @@ class StandInGraphs:
         ]
         tokens_N, logprobs_N = draw(model.head.scaled(logits_NV), params)
         result_2N = np.stack([tokens_N.numpy(), logprobs_N.numpy()]).astype(np.float64)
-        return Flight(planned, _Step(logits_NV, tokens_N), result_2N, None, ahead=ahead)  # type: ignore[arg-type]
+        columns = Columns.of(sequences)
+        return Flight(planned, columns, _Step(logits_NV, tokens_N), result_2N, None, ahead=ahead)  # type: ignore[arg-type]
 
     def prefill(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass
