@@ -17,7 +17,7 @@ token is told as the version's that the sampler computed it with, which may lag 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -335,23 +335,27 @@ class Scheduler:
             and entry.version.number < version.number
         ]
 
-    def move(self, request_id: str, version: Version) -> None:
-        """Between two steps: from the next on this request is computed with ``version``, from the one after where the
-        sampler has computed the next already. What running sequences have computed stays."""
+    def move(self, request_ids: Iterable[str], version: Version) -> None:
+        """Between two steps: from the next on these requests are computed with ``version``, from the one after where
+        the sampler has computed the next already. What running sequences have computed stays."""
         if self._in_flight is not None:
             raise RuntimeError("move() was called between a plan and its apply() or fail()")
-        request = self._requests[request_id]
-        running = [s for s in self._running if s.request is request]
-        for sequence in running:
-            self._let_go_of_claims(sequence)
-            if sequence.computed:
-                sequence.pure = False
-                self._crossings += 1
-        for sequence in (*running, *request.waiting):
-            sequence.keys = []
-        before, request.version, request.keys = request.version, version, []
+        requests = dict.fromkeys([self._requests[request_id] for request_id in request_ids])
+        for sequence in self._running:
+            if sequence.request in requests:
+                self._let_go_of_claims(sequence)
+                sequence.keys = []
+                if sequence.computed:
+                    sequence.pure = False
+                    self._crossings += 1
+        before = dict.fromkeys([request.version for request in requests])
+        for request in requests:
+            for sequence in request.waiting:
+                sequence.keys = []
+            request.version, request.keys = version, []
         self._released.discard(version)
-        self._forget_if_released(before)
+        for left in before:
+            self._forget_if_released(left)
 
     def has_work(self) -> bool:
         return bool(self._requests)

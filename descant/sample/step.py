@@ -99,23 +99,22 @@ class Sampler:
         if self._decode is not None:
             self._decode.warm_up()
 
-    def acquire(self, version: Version | None) -> None:
-        """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
-        Once per request, and ``release`` once when the request has ended (last delta, failure, cancel) or was refused.
+    def acquire(self, version: Version | None, count: int = 1) -> None:
+        """Pins a version's row for so many requests, before ``Scheduler.add``; ``NotFound`` if it was never published.
+        ``release`` for each when it has ended (last delta, failure, cancel), was refused, or is with another version.
         None, the base model, needs no row: both do nothing."""
         if version is None:
             return
         if version in self._pins:
-            self._pins[version].count += 1
+            self._pins[version].count += count
         else:
-            self._pins[version] = _Pin(row=self._model.bank.pin(version), count=1)
+            self._pins[version] = _Pin(row=self._model.bank.pin(version), count=count)
 
-    def release(self, version: Version | None) -> None:
-        """Undoes one ``acquire``."""
+    def release(self, version: Version | None, count: int = 1) -> None:
         if version is None:
             return
         pin = self._pins[version]
-        pin.count -= 1
+        pin.count -= count
         if pin.count == 0:
             del self._pins[version]
             self._model.bank.unpin(version)

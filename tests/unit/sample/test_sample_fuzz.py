@@ -51,12 +51,12 @@ class World:
         self.number[model] += 1
         version = Version(model_id=model, number=self.number[model])
         self.published[model].append(version)
-        for request_id in self.scheduler.followers(version):
-            self.pins[version] += 1
-            before = self.versions[request_id]
-            self.scheduler.move(request_id, version)
+        followers = self.scheduler.followers(version)
+        self.pins[version] += len(followers)
+        self.scheduler.move(followers, version)
+        for request_id in followers:
+            self.unpin(self.versions[request_id])
             self.versions[request_id] = version
-            self.unpin(before)
 
     def release(self) -> None:
         model = self.chance.choice(MODELS)

@@ -469,10 +469,9 @@ def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., 
             finished.take(desk.scheduler.apply(plan, sampler.step(plan)))
         desk.studio.create("later", 32, seed=5, b_std=0.3)  # its rows come behind the others'
         bank.publish("later", new)
-        for request_id in desk.scheduler.followers(new):
-            sampler.acquire(new)
-            desk.scheduler.move(request_id, new)
-            sampler.release(old)
+        sampler.acquire(new, 3)
+        desk.scheduler.move(desk.scheduler.followers(new), new)
+        sampler.release(old, 3)
         row = bank.pin(old)
         bank.work_slab(row.rank_class)[row.slot].fill_(torch.nan)
         return run(desk.scheduler, desk, finished)  # type: ignore[arg-type]
