@@ -19,6 +19,7 @@ The server's socket and process lie outside: some 0.2 ms for the publication's w
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import statistics
@@ -37,7 +38,7 @@ import torch
 from descant.model.load import ModelSource, load_model
 from descant.ranks.channel import Board
 from descant.ranks.loop import TurnLoop
-from descant.ranks.messages import Cancel, Failed, Finished, FromRank, Publish, Sample, Sampled, Stop, Submit
+from descant.ranks.messages import Cancel, Failed, Finished, FromRank, Publish, Release, Sample, Sampled, Stop, Submit
 from descant.ranks.settings import RankSettings
 from descant.ranks.worker import Worker
 from descant.testing.shapes import SHAPES, shaped_model
@@ -299,7 +300,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         def publish(ref: SnapshotRef) -> None:
             desk.call(lambda call: Publish(call=call, ref=ref))
 
-        begun = time.perf_counter()
+        begun, old = time.perf_counter(), ref.version
         desk.send(step)
         _, ref = desk.answer(desk.send(snapshot, publish))
         assert isinstance(ref, SnapshotRef)
@@ -311,6 +312,8 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         after = time.perf_counter()
         desk.until(lambda after=after: since(after) >= 2)  # type: ignore[misc]
         stalls.append((max(desk.gaps("update", begun - bare / 1000, time.perf_counter())) - turn) / bare)
+        # As the service does. With every version kept, the slab would grow, and steps be captured anew.
+        desk.answer(desk.call(lambda call, old=old: Release(call=call, version=old)))  # type: ignore[misc]
     for index in range(count):
         desk.loop.post(Cancel(request_id=f"update-{index}"))
     return {
@@ -353,6 +356,8 @@ def main() -> None:
         model = load_model(ModelSource(name=options.shape, directory=directory), device=device)
     options.context = model.facts.max_context_length
     worker = Timed(Worker(model, settings))
+    gc.collect()
+    gc.freeze()  # as a rank does
     desk = Desk(worker, settings)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{card}, torch {torch.__version__}, {options.shape}, {model.dtype}", flush=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -155,8 +155,8 @@ class Executor(Protocol):
         weights cannot be had."""
         ...
 
-    def free(self, version: Version | None) -> None:
-        """Undoes it for one request."""
+    def free(self, version: Version | None, count: int = 1) -> None:
+        """Undoes it for so many."""
         ...
 
 
@@ -200,9 +200,9 @@ class ModelQueue:
     served: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Sampled:
-    """A request that is sampled. ``left``: samples that have not ended."""
+    """A request that is sampled. ``version``: what it has acquired. ``left``: samples that have not ended."""
 
     version: Version | None
     scheduler: Scheduler
@@ -362,21 +362,23 @@ class TurnLoop:
         newest = self._newest.get(version.model_id)
         if newest is None or newest.number < version.number:
             self._newest[version.model_id] = version
-        followers = [r for scheduler in self._schedulers for r in scheduler.followers(version)]
-        if not followers:
+        followers = {scheduler: scheduler.followers(version) for scheduler in self._schedulers}
+        if not (count := sum(map(len, followers.values()))):
             return
         try:
-            self._executor.acquire(version, len(followers))
+            self._executor.acquire(version, count)
         except Exception as error:  # they go on with what they have
             log.warning("requests stay with their weights, newer ones could not be had: %s", as_descant(error))
             return
-        for request_id in followers:
-            sampled = self._samples[request_id]
-            deltas = sampled.scheduler.move(request_id, version)
-            self._samples[request_id] = replace(sampled, version=version)
-            self._executor.free(sampled.version)
-            for delta in deltas:
-                self._deliver(delta)
+        before: Counter[Version | None] = Counter()
+        for scheduler, request_ids in followers.items():
+            scheduler.move(request_ids, version)
+            for request_id in request_ids:
+                sampled = self._samples[request_id]
+                before[sampled.version] += 1
+                sampled.version = version
+        for left, count in before.items():
+            self._executor.free(left, count)
 
     def _release(self, version: Version) -> None:
         self._executor.release_version(version)

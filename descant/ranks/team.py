@@ -117,9 +117,9 @@ class Team:
     def release_version(self, version: Version) -> None:
         self._do(Withdrawal(version=version))
 
-    def free(self, version: Version | None) -> None:
+    def free(self, version: Version | None, count: int = 1) -> None:
         if version is not None:
-            self._do(Unpin(version=version))
+            self._do(Unpin(version=version, count=count))
 
     # ------------------------------------------------------------------------------------------------ rank 0's own
     def make_scheduler(self) -> Scheduler:
@@ -230,8 +230,7 @@ def _publish(worker: Worker, peers: Peers, turn: Publication) -> None:
 
 def _pin(worker: Worker, peers: Peers, turn: Pin) -> None:
     def undo() -> None:
-        for _ in range(turn.count):
-            worker.free(turn.version)
+        worker.free(turn.version, turn.count)
 
     _all_or_none(peers, lambda: worker.acquire(turn.version, turn.count), undo)
 
@@ -255,7 +254,7 @@ def _do_silently(worker: Worker, turn: Turn) -> None:
         case Withdrawal():
             worker.release_version(turn.version)
         case Unpin():
-            worker.free(turn.version)
+            worker.free(turn.version, turn.count)
         case Leave():
             pass
         case Microbatch() | SampleStep() | Rows() | Publication() | Pin():

@@ -104,9 +104,10 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unpin:
-    """It has ended."""
+    """They have ended, or moved to another."""
 
-    version: Version | None
+    version: Version
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -430,11 +430,10 @@ class Worker:
     def acquire(self, version: Version | None, count: int = 1) -> None:
         if version is not None and version not in self._published:
             raise NotFound(f"version {version.number} of model {version.model_id} was never published, or was released")
-        for _ in range(count):  # only the first can fail
-            self._sampler.acquire(version)
+        self._sampler.acquire(version, count)
 
-    def free(self, version: Version | None) -> None:
-        self._sampler.release(version)
+    def free(self, version: Version | None, count: int = 1) -> None:
+        self._sampler.release(version, count)
 
 
 def is_sharded(settings: RankSettings, source: ModelSource, peers: Peers) -> bool:

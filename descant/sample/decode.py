@@ -4,7 +4,8 @@
 
 A graph is made for a number of rows, of pieces that their keys are cut into, and of tiles of each class of adapters.
 While the host takes in a step's tokens and plans the next, the device already computes that next step
-(``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away.
+(``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away. New
+weights begin with the step after: what is ahead was computed with those of its launch, and is told as theirs.
 
 All inputs are views of one buffer on the device that never moves; a step fills the same buffer in host memory and
 copies it over. Rows beyond the step's own are dummies whose keys go to a page of nobody's. Graphs share one memory
@@ -21,12 +22,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from descant.model import decode
@@ -84,6 +86,35 @@ class _Captured:
     result_2N: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What a step's rows are computed from, tokens, pages and adapters aside."""
+
+    positions_N: NDArray[np.int64]
+    temperature_N: NDArray[np.float32]
+    seeds_N: NDArray[np.uint64]
+    draws_N: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceStep]) -> Columns:
+        return cls(
+            positions_N=np.array([s.context for s in sequences], np.int64),
+            temperature_N=np.array([s.temperature for s in sequences], np.float32),
+            seeds_N=np.array([s.seed for s in sequences], np.uint64),
+            draws_N=np.array([s.draw for s in sequences], np.uint64),
+        )
+
+    def ahead(self, sources: Sequence[int]) -> Columns:
+        """One token further, for these of the rows."""
+        chosen = np.array(sources, np.int64)
+        return Columns(
+            positions_N=self.positions_N[chosen] + 1,
+            temperature_N=self.temperature_N[chosen],
+            seeds_N=self.seeds_N[chosen],
+            draws_N=self.draws_N[chosen] + np.uint64(1),
+        )
+
+
 class Flight:
     """A step that the device was told to do: whose, and where its result will be. ``ahead``: it computes the token
     after the one that its sequences' last step drew."""
@@ -91,23 +122,30 @@ class Flight:
     def __init__(
         self,
         sequences: Sequence[SequenceStep],
-        rows: Sequence[RowRef | None],
+        columns: Columns,
         step: _Captured,
         result: np.ndarray,
         done: Any,
         *,
         ahead: bool,
     ):
-        self.sequences, self.rows, self.step = sequences, rows, step
+        self.sequences, self.columns, self.step = sequences, columns, step
         self._result, self._done, self._ahead = result, done, ahead
         self._index = {sequence.sequence: index for index, sequence in enumerate(sequences)}
 
-    def index(self, sequence: SequenceStep, row: RowRef | None) -> int | None:
-        """Which of its rows does this sequence's step, None if none does."""
+    def index(self, sequence: SequenceStep) -> int | None:
+        """Which of its rows does this sequence's step, whatever its version; None if none does."""
         index = self._index.get(sequence.sequence)
-        if index is None or self.rows[index] != row:
+        if index is None:
             return None
         return index if self.sequences[index].context + self._ahead == sequence.context else None
+
+    def computed(self, index: int, sequence: SequenceStep) -> SequenceStep:
+        """``sequence``, whose step row ``index`` does, with the version that computes it."""
+        version = self.sequences[index].version
+        if version is sequence.version or version == sequence.version:
+            return sequence
+        return replace(sequence, version=version)
 
     def wait(self) -> Decoded:
         if self._done is not None:
@@ -226,16 +264,19 @@ class DecodeGraphs:
         """``sequences`` sorted by ``rows`` (rank class, then slot; those without an adapter anywhere)."""
         return self._launch(sequences, rows, None, [])
 
-    def launch_ahead(self, flight: Flight, kept: Sequence[tuple[int, SequenceStep]]) -> Flight | None:
+    def launch_ahead(
+        self, flight: Flight, kept: Sequence[tuple[int, SequenceStep]], rows: Sequence[RowRef | None]
+    ) -> Flight | None:
         """The step after ``flight``, whose tokens nobody has seen yet: they stay on the device. ``kept``: rows of
-        ``flight`` to go on with, and their sequences' steps in it. None if one of them needs a page that it has not.
+        ``flight`` to go on with, and their sequences' steps in it, sorted by ``rows``, the adapters of the step ahead.
+        None if one of them needs a page that it has not.
 
         A sequence that turns out to have stopped has been computed in vain, into its own page, and harms nobody: all
         that uses the page later is told to the device later."""
         chosen = [sequence for _, sequence in kept]
-        if any((sequence.context + 1) // PAGE_TOKENS >= len(sequence.pages) for sequence in chosen):
+        if any([sequence.context + 1 >= len(sequence.pages) * PAGE_TOKENS for sequence in chosen]):
             return None
-        return self._launch(chosen, [flight.rows[index] for index, _ in kept], flight, [index for index, _ in kept])
+        return self._launch(chosen, rows, flight, [index for index, _ in kept])
 
     def _launch(
         self,
@@ -248,7 +289,13 @@ class DecodeGraphs:
         self._stages.reverse()
         stage.wait()
         bucket = next(size for size in self._buckets if size >= len(sequences))
-        stage.fill(sequences, bucket, ahead=before is not None, sources=sources)
+        if before is None:
+            columns = Columns.of(sequences)
+            stage.fill_rows("tokens", [s.tokens[0] for s in sequences], bucket)
+        else:
+            columns = before.columns.ahead(sources)
+            stage.fill_rows("sources", sources, bucket)
+        stage.fill(columns, [s.pages for s in sequences], bucket)
         num_pieces = stage.fill_pieces(bucket, self._piece_tokens(bucket))
         key = _Key(rows=bucket, pieces=num_pieces, tiles=self._fill_adapters(stage, rows))
         captured = self._captured(key) if self._captures else None
@@ -266,7 +313,7 @@ class DecodeGraphs:
         if self._on_cuda:
             stage.done = torch.cuda.Event()
             stage.done.record()
-        return Flight(sequences, rows, captured, stage.result.numpy(), stage.done, ahead=before is not None)
+        return Flight(sequences, columns, captured, stage.result.numpy(), stage.done, ahead=before is not None)
 
     def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
         segments: list[tuple[int, int, RowRef]] = []
@@ -409,25 +456,22 @@ class _Stage:
         if self.done is not None:
             self.done.synchronize()
 
-    def fill(self, sequences: Sequence[SequenceStep], bucket: int, *, ahead: bool, sources: Sequence[int]) -> None:
-        """Everything but pieces and adapters. ``ahead``: one token further than the sequences say."""
-        num_rows, host = len(sequences), self.numpy
-        for name, values in (
-            ("tokens", [s.tokens[0] for s in sequences]),
-            ("positions", [s.context + ahead for s in sequences]),
-            ("temperature", [s.temperature for s in sequences]),
-            ("sources", sources),
-        ):
-            host[name][: len(values)] = values
-            host[name][len(values) : bucket] = 0
-        seeds = np.array([s.seed for s in sequences], np.uint64)
-        host["uniform"][:num_rows] = uniforms(seeds, np.array([s.draw + ahead for s in sequences], np.uint64))
-        table, known = host["table"], self._pages
-        for index, sequence in enumerate(sequences):
-            if known[index] != sequence.pages:
-                table[index, : len(sequence.pages)] = sequence.pages
-                known[index] = sequence.pages
-        for index in range(num_rows, bucket):
+    def fill_rows(self, name: str, values: Sequence[float] | np.ndarray, bucket: int) -> None:
+        field = self.numpy[name]
+        field[: len(values)] = values
+        field[len(values) : bucket] = 0
+
+    def fill(self, columns: Columns, pages: Sequence[tuple[int, ...]], bucket: int) -> None:
+        """Everything but tokens or their sources, pieces and adapters."""
+        self.fill_rows("positions", columns.positions_N, bucket)
+        self.fill_rows("temperature", columns.temperature_N, bucket)
+        self.fill_rows("uniform", uniforms(columns.seeds_N, columns.draws_N), bucket)
+        table, known = self.numpy["table"], self._pages
+        for index, held in enumerate(pages):
+            if known[index] is not held and known[index] != held:
+                table[index, : len(held)] = held
+                known[index] = held
+        for index in range(len(pages), bucket):
             if known[index] != ():
                 table[index, 0] = self._dummy_page
                 known[index] = ()

@@ -10,13 +10,14 @@ is taken up by whoever begins with the same tokens and the same version: the sam
 conversation, the same sequence after a preemption. A sequence whose next page is being computed by another waits.
 
 **Versions.** A request stays with its version to the end, or, ``inflight``, moves to newer ones between two steps with
-its keys and values kept (``move``). What such a sequence computes then depends on both versions, and is not kept.
+its keys and values kept (``move``). What such a sequence computes then depends on both versions, and is not kept. A
+token is told as the version's that the sampler computed it with, which may lag a step behind a move.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,9 +55,10 @@ class SampleLimits:
     comes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SequenceStep:
-    """One sequence's part of a step.
+    """One sequence's part of a step. Never changed, but not frozen: that takes three times as long to make, and there
+    are hundreds in a step.
 
     ``tokens``: its next input tokens (a prompt's chunk, or the token sampled last), whose first has position
     ``context``; ``pages``: its page ids, at least enough for ``context + len(tokens)``. ``sample``: draw the next token
@@ -91,18 +93,22 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.tokens) + len(s.draft) for s in self.sequences)
+        return sum([len(s.tokens) + len(s.draft) for s in self.sequences])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # as above
 class SequenceOutput:
     """``tokens`` drawn, with their ``logprobs`` and, where asked for, the likeliest tokens at each, (ids, logprobs)
     falling. ``prompt`` answers the step's.
+
+    ``version``: the weights that computed it. The step's, or those of the sequence's step before if the sampler was a
+    step ahead when its request moved.
 
     ``error``: what went wrong with this sequence alone (logits that are not finite); its request fails, no other.
     """
 
     sequence: int
+    version: Version | None
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     topk: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
@@ -112,8 +118,10 @@ class SequenceOutput:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sequence:
-    """One sample of a request. ``computed``: tokens whose keys lie in its pages; ``page_tuple``: the pages it had in
-    its last step (pages only ever come behind them while it runs).
+    """One sample of a request. ``length``: its tokens, the prompt's and those drawn; ``computed``: those whose keys lie
+    in its pages. Pages only ever come behind the others while it runs.
+
+    ``version``: what drew the tokens that nobody has been told.
 
     ``keys``: of its full pages, as far as they were asked for. ``kept``: its full pages that were told to the
     allocator. ``claims``: keys of pages that it is about to compute and others wait for. ``pure``: all it has computed
@@ -125,12 +133,13 @@ class _Sequence:
     sample: int
     seed: int
     stop_text: StopText | None
+    version: Version | None
+    length: int
     drawn: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     topk: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     told: int = 0
-    pages: list[int] = field(default_factory=list)
-    page_tuple: tuple[int, ...] = ()
+    pages: tuple[int, ...] = ()
     computed: int = 0
     running: bool = False
     keys: list[bytes] = field(default_factory=list)
@@ -142,14 +151,6 @@ class _Sequence:
     def age(self) -> tuple[int, int]:
         """Smaller is older."""
         return (self.request.number, self.sample)
-
-    @property
-    def length(self) -> int:
-        return len(self.request.prompt) + len(self.drawn)
-
-    @property
-    def remaining(self) -> int:
-        return self.length - self.computed
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         num_prompt = len(self.request.prompt)
@@ -288,6 +289,8 @@ class Scheduler:
                 sample=sample,
                 seed=stream_seed(seed, sample),
                 stop_text=StopText(stop_strings, self._decode_text) if stop_strings else None,
+                version=entry.version,
+                length=len(prompt),
             )
             self._next_sequence += 1
             self._sequences[sequence.id] = sequence
@@ -332,26 +335,27 @@ class Scheduler:
             and entry.version.number < version.number
         ]
 
-    def move(self, request_id: str, version: Version) -> list[SampleDelta]:
-        """Between two steps: from the next on this request is computed with ``version``. What running sequences have
-        computed stays; the tokens drawn until now are told, so that a delta is of one version."""
+    def move(self, request_ids: Iterable[str], version: Version) -> None:
+        """Between two steps: from the next on these requests are computed with ``version``, from the one after where
+        the sampler has computed the next already. What running sequences have computed stays."""
         if self._in_flight is not None:
             raise RuntimeError("move() was called between a plan and its apply() or fail()")
-        request = self._requests[request_id]
-        running = [s for s in self._running if s.request is request]
-        members = sorted([*running, *request.waiting], key=lambda s: s.sample)
-        deltas = [self._delta(s, None) for s in members if len(s.drawn) > s.told]
-        for sequence in running:
-            self._let_go_of_claims(sequence)
-            if sequence.computed:
-                sequence.pure = False
-                self._crossings += 1
-        for sequence in members:
-            sequence.keys = []
-        before, request.version, request.keys = request.version, version, []
+        requests = dict.fromkeys([self._requests[request_id] for request_id in request_ids])
+        for sequence in self._running:
+            if sequence.request in requests:
+                self._let_go_of_claims(sequence)
+                sequence.keys = []
+                if sequence.computed:
+                    sequence.pure = False
+                    self._crossings += 1
+        before = dict.fromkeys([request.version for request in requests])
+        for request in requests:
+            for sequence in request.waiting:
+                sequence.keys = []
+            request.version, request.keys = version, []
         self._released.discard(version)
-        self._forget_if_released(before)
-        return deltas
+        for left in before:
+            self._forget_if_released(left)
 
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -396,20 +400,27 @@ class Scheduler:
             if not sequence.running:  # an older one has preempted it just now
                 continue
             room = len(sequence.pages) * PAGE_TOKENS
+            if room > sequence.length:
+                continue
             if room < sequence.length:
                 self._grow(sequence)
-            elif (
-                room == sequence.length
-                and len(sequence.drawn) + 1 < sequence.request.max_tokens
-                and self._pages.num_free > len(self._running)
-            ):  # one token of room beforehand, while pages abound, lets the sampler compute ahead
-                sequence.pages += self._pages.take(1)
+                continue
+            num_free, ends = self._pages.num_free, len(sequence.drawn) + 1 >= sequence.request.max_tokens
+            if num_free > len(self._running) and not ends:
+                # One token of room beforehand, while pages abound, lets the sampler compute ahead.
+                sequence.pages += tuple(self._pages.take(1))
 
-        decoding = [s for s in self._running if s.remaining == 1 or self._replays(s)]
-        steps = [self._step(s, 1, draft) for s, draft in zip(decoding, self._drafts(decoding), strict=True)]
-        budget = self._limits.step_tokens
+        replays = self._limits.chunk_tokens is not None
+        decoding: list[_Sequence] = []
+        prefilling: list[_Sequence] = []
         for sequence in self._running:
-            if sequence.remaining > 1 and not self._replays(sequence) and (count := self._count(sequence, budget)):
+            single = sequence.length - sequence.computed == 1 or (replays and self._replays(sequence))
+            (decoding if single else prefilling).append(sequence)
+        drafts = {} if self._drafter is None else self._drafts(self._drafter, decoding)
+        steps = [self._step(sequence, 1, drafts.get(sequence.id, ())) for sequence in decoding]
+        budget = self._limits.step_tokens
+        for sequence in prefilling:
+            if count := self._count(sequence, budget):
                 steps.append(self._step(sequence, count))
                 budget -= count
         if self._preemptions == preemptions:
@@ -425,20 +436,19 @@ class Scheduler:
         return self._in_flight
 
     def _replays(self, sequence: _Sequence) -> bool:
-        """It computes drawn tokens again, one by one."""
-        return self._limits.chunk_tokens is not None and sequence.computed >= len(sequence.request.prompt)
+        """It computes drawn tokens one by one, also again; where there are chunks."""
+        return sequence.computed >= len(sequence.request.prompt)
 
     def _count(self, sequence: _Sequence, budget: int) -> int:
         """Tokens of its next step, at most ``budget``."""
         if (chunk := self._limits.chunk_tokens) is None:
-            return min(sequence.remaining, budget)
+            return min(sequence.length - sequence.computed, budget)
         end = min((sequence.computed // chunk + 1) * chunk, len(sequence.request.prompt))
         count = max(end - sequence.computed, 1)
         return count if count <= budget else 0
 
-    def _drafts(self, sequences: Sequence[_Sequence]) -> list[tuple[int, ...]]:
-        if self._drafter is None:
-            return [()] * len(sequences)
+    def _drafts(self, drafter: Drafter, sequences: Sequence[_Sequence]) -> dict[int, tuple[int, ...]]:
+        """By sequence, for those that have one."""
         contexts: dict[int, DraftContext] = {}
         for sequence in sequences:
             request = sequence.request
@@ -447,12 +457,12 @@ class Scheduler:
                 request.max_tokens - len(sequence.drawn) - 1,  # one more is drawn in any case
                 len(sequence.pages) * PAGE_TOKENS - sequence.length,
             )
-            if limit > 0 and sequence.remaining == 1 and (request.scorer is not sequence or request.unscored is None):
+            single = sequence.length - sequence.computed == 1
+            if limit > 0 and single and (request.scorer is not sequence or request.unscored is None):
                 contexts[sequence.id] = DraftContext(
                     sequence=sequence.id, prompt=request.prompt, drawn=sequence.drawn, limit=limit
                 )
-        proposed = dict(zip(contexts, self._drafter.propose(list(contexts.values())), strict=True))
-        return [proposed.get(sequence.id, ()) for sequence in sequences]
+        return dict(zip(contexts, drafter.propose(list(contexts.values())), strict=True))
 
     def _step(self, sequence: _Sequence, count: int, draft: tuple[int, ...] = ()) -> SequenceStep:
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
@@ -460,16 +470,14 @@ class Scheduler:
         scores = request.unscored if request.scorer is sequence else None
         if count > 1 or not drawn:
             self._prefilled_tokens += count
-        # Nearly all steps are a single drawn token's, and nearly always its pages are those of the step before.
+        # Nearly all steps are a single drawn token's.
         tokens = (drawn[-1],) if drawn and end == length and count == 1 else sequence.tokens(start, end)
-        if len(sequence.page_tuple) != len(sequence.pages):
-            sequence.page_tuple = tuple(sequence.pages)
         return SequenceStep(
             sequence=sequence.id,
             version=request.version,
             tokens=tokens,
             context=start,
-            pages=sequence.page_tuple,
+            pages=sequence.pages,
             sample=end == length,
             temperature=params.temperature,
             top_k=params.top_k,
@@ -490,7 +498,7 @@ class Scheduler:
             self._preempt(youngest)
             if youngest is sequence:
                 return
-        sequence.pages += self._pages.take(missing)
+        sequence.pages += tuple(self._pages.take(missing))
 
     def _preempt(self, sequence: _Sequence) -> None:
         self._preemptions += 1
@@ -521,7 +529,7 @@ class Scheduler:
                     return
                 del request.waiting[0]
                 self._pages.share(prefix)
-                sequence.pages = [*prefix, *self._pages.take(missing)]
+                sequence.pages = (*prefix, *self._pages.take(missing))
                 sequence.kept = len(prefix)
                 sequence.computed = len(prefix) * PAGE_TOKENS
                 self._hit_tokens += sequence.computed
@@ -557,12 +565,19 @@ class Scheduler:
             sequence.computed += len(step.tokens)
             if output.prompt is not None and request.scores is not None:
                 request.scores.take(output.prompt)
-            stop_reason = self._append(sequence, output)
+            tokens, stop_reason = output.tokens, None
+            if tokens:
+                version = output.version
+                if version is not sequence.version and version != sequence.version:
+                    if len(sequence.drawn) > sequence.told:  # a delta is of one version
+                        deltas.append(self._delta(sequence, None))
+                    sequence.version = version
+                stop_reason = self._append(sequence, tokens, output)
             if step.draft:
                 self._take_guesses(sequence, step, output)
             if sequence.computed // PAGE_TOKENS > sequence.kept:
                 self._keep_pages(sequence)
-            if stop_reason is not None or (output.tokens and request.request.stream):
+            if stop_reason is not None or (tokens and request.request.stream):
                 deltas.append(self._delta(sequence, stop_reason))
             if stop_reason is not None:
                 self._end(sequence)
@@ -596,13 +611,15 @@ class Scheduler:
             sequence.claims = [key for key in sequence.claims if key not in done]
         sequence.kept = full
 
-    def _append(self, sequence: _Sequence, output: SequenceOutput) -> StopReason | None:
+    def _append(self, sequence: _Sequence, tokens: Sequence[int], output: SequenceOutput) -> StopReason | None:
         """What was drawn, up to the first token that ends the sequence."""
-        request = sequence.request
-        for index, token in enumerate(output.tokens):
+        request, logprobs, topk = sequence.request, output.logprobs, output.topk
+        for index, token in enumerate(tokens):
             sequence.drawn.append(token)
-            sequence.logprobs.append(output.logprobs[index])
-            sequence.topk += output.topk[index : index + 1]
+            sequence.logprobs.append(logprobs[index])
+            sequence.length += 1
+            if topk:
+                sequence.topk.append(topk[index])
             if token in request.stop_ids or (sequence.stop_text is not None and sequence.stop_text.met(sequence.drawn)):
                 return "stop"
             if len(sequence.drawn) >= request.max_tokens:
@@ -616,16 +633,17 @@ class Scheduler:
         if request.scores is not None and request.scores.done and not request.scores_told:
             request.scores_told = True
             scores = request.scores.result()
+        num_alternatives = request.request.topk_sample_logprobs
         delta = SampleDelta(
             request_id=request.request.request_id,
             sample=sequence.sample,
             tokens=np.array(sequence.drawn[sequence.told :], np.int32),
             logprobs=np.array(sequence.logprobs[sequence.told :], np.float32),
             stop_reason=stop_reason,
-            version=request.version,
+            version=sequence.version,
             prompt=scores,
             prompt_cache_hit_tokens=request.hit_tokens,
-            topk_logprobs=_topk(sequence.topk[sequence.told :], request.request.topk_sample_logprobs),
+            topk_logprobs=_topk(sequence.topk[sequence.told :], num_alternatives) if num_alternatives else None,
         )
         sequence.told, request.hit_tokens = len(sequence.drawn), 0
         return delta
@@ -661,7 +679,7 @@ class Scheduler:
         request = sequence.request
         self._running.remove(sequence)
         self._pages.drop(sequence.pages)
-        sequence.pages, sequence.page_tuple, sequence.computed, sequence.kept = [], (), 0, 0
+        sequence.pages, sequence.computed, sequence.kept = (), 0, 0
         sequence.running, sequence.pure = False, True
         self._let_go_of_claims(sequence)
         if request.scorer is sequence and (scores := request.unscored) is not None:
@@ -689,9 +707,7 @@ class Scheduler:
             self._pages.forget(version)
 
 
-def _topk(rows: Sequence[tuple[tuple[int, ...], tuple[float, ...]]], k: int) -> TopK | None:
-    if k == 0:
-        return None
+def _topk(rows: Sequence[tuple[tuple[int, ...], tuple[float, ...]]], k: int) -> TopK:
     topk = empty_topk(len(rows), k)
     for index, (ids, logprobs) in enumerate(rows):
         fill_topk(topk, index, np.array([ids], np.int32), np.array([logprobs], np.float32))

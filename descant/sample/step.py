@@ -99,23 +99,22 @@ class Sampler:
         if self._decode is not None:
             self._decode.warm_up()
 
-    def acquire(self, version: Version | None) -> None:
-        """Pins a version's row for one request, before ``Scheduler.add``; ``NotFound`` if it was never published.
-        Once per request, and ``release`` once when the request has ended (last delta, failure, cancel) or was refused.
+    def acquire(self, version: Version | None, count: int = 1) -> None:
+        """Pins a version's row for so many requests, before ``Scheduler.add``; ``NotFound`` if it was never published.
+        ``release`` for each when it has ended (last delta, failure, cancel), was refused, or is with another version.
         None, the base model, needs no row: both do nothing."""
         if version is None:
             return
         if version in self._pins:
-            self._pins[version].count += 1
+            self._pins[version].count += count
         else:
-            self._pins[version] = _Pin(row=self._model.bank.pin(version), count=1)
+            self._pins[version] = _Pin(row=self._model.bank.pin(version), count=count)
 
-    def release(self, version: Version | None) -> None:
-        """Undoes one ``acquire``."""
+    def release(self, version: Version | None, count: int = 1) -> None:
         if version is None:
             return
         pin = self._pins[version]
-        pin.count -= 1
+        pin.count -= count
         if pin.count == 0:
             del self._pins[version]
             self._model.bank.unpin(version)
@@ -149,40 +148,52 @@ class Sampler:
 
     def _run_graphs(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         """What the device did ahead is taken where it serves; the rest is computed now. A step of decoding sequences
-        only is followed by the next, ahead, before its own result is waited for."""
+        only is followed by the next, ahead, before its own result is waited for.
+
+        What was ahead when a request moved is of the version before, and is told as that: the device has read those
+        weights, or reads them before anything that takes their row. The step after is the new version's."""
         flight, self._ahead = self._ahead, None
         alone = self._deterministic
-        others = [s for s in sequences if not self._is_graphs(s)]
-        served: list[tuple[int, SequenceStep]] = []
+        goes_on = not alone
+        others: list[SequenceStep] = []
+        served: list[tuple[tuple[int, int], int, RowRef | None, SequenceStep]] = []
         fresh: list[tuple[RowRef | None, SequenceStep]] = []
+        version, row, order = None, None, _row_order(None)
         for sequence in sequences:
-            if self._is_graphs(sequence):
-                row = self._row(sequence)
-                index = None if flight is None else flight.index(sequence, row)
-                if index is None:
-                    fresh.append((row, sequence))
-                else:
-                    served.append((index, sequence))
-        # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after would
-        # write over the logits that alternatives are taken from.
-        goes_on = not others and not alone and not any(_is_cut(s) or s.topk for s in sequences)
+            if not self._is_graphs(sequence):
+                others.append(sequence)
+                continue
+            # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after
+            # would write over the logits that alternatives are taken from.
+            if sequence.topk or _is_cut(sequence):
+                goes_on = False
+            if sequence.version is not version:  # most often it is the one of the sequence before
+                version, row = sequence.version, self._row(sequence)
+                order = _row_order(row)
+            index = None if flight is None else flight.index(sequence)
+            if index is None:
+                fresh.append((row, sequence))
+            else:
+                served.append((order, index, row, sequence))
+        goes_on = goes_on and not others
 
         outputs: list[SequenceOutput] = []
         if flight is not None and served:
-            served.sort(key=lambda pair: pair[0])
+            served.sort()  # no two have the same index
+            kept = [(index, sequence) for _, index, _, sequence in served]
             if goes_on and not fresh:
-                self._ahead = graphs.launch_ahead(flight, served)
-            outputs += self._land(flight, served)
+                self._ahead = graphs.launch_ahead(flight, kept, [row for _, _, row, _ in served])
+            outputs += self._land(flight, kept)
         fresh.sort(key=lambda pair: _row_order(pair[0]))
         for first in range(0, len(fresh), graphs.max_rows):
             part = fresh[first : first + graphs.max_rows]
-            launched = [sequence for _, sequence in part]
-            rows = list(enumerate(launched))
+            rows, launched = [row for row, _ in part], [sequence for _, sequence in part]
+            kept = list(enumerate(launched))
             fillers = [self._filler(None, 1)] * (graphs.max_rows - len(part) if alone else 0)
-            flight = graphs.launch([*launched, *fillers], [*(row for row, _ in part), *(None for _ in fillers)])
+            flight = graphs.launch([*launched, *fillers], [*rows, *(None for _ in fillers)])
             if goes_on and len(part) == len(sequences):
-                self._ahead = graphs.launch_ahead(flight, rows)
-            outputs += self._land(flight, rows)
+                self._ahead = graphs.launch_ahead(flight, kept, rows)
+            outputs += self._land(flight, kept)
         if alone:
             return outputs + [output for sequence in others for output in self._run([sequence])]
         return outputs + (self._run(sorted(others, key=self._order)) if others else [])
@@ -191,16 +202,17 @@ class Sampler:
         """A graph computes its step."""
         if self._deterministic:  # drawn tokens always, prompts never
             return sequence.drawn and len(sequence.tokens) == 1
-        return _decodes(sequence) and not sequence.draft
+        return not sequence.draft and _decodes(sequence)
 
     def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
         decoded = flight.wait()
         if self._deterministic and len(rows) > 1:  # what the host draws, it draws row by row
             return [output for row in rows for output in self._land(flight, [row])]
-        chosen, sequences = [index for index, _ in rows], [sequence for _, sequence in rows]
+        chosen, sequences = [index for index, _ in rows], [flight.computed(*row) for row in rows]
         if self._deterministic and not sequences[0].sample:
             failed = not np.isfinite(decoded.logprobs[chosen[0]])
-            return [SequenceOutput(sequence=sequences[0].sequence, error=NOT_FINITE if failed else None)]
+            [sequence] = sequences
+            return [_output(sequence, NOT_FINITE if failed else None)]
         tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
         if cut := [n for n, sequence in enumerate(sequences) if _is_cut(sequence)]:
             logits_MV = self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in cut]])
@@ -279,7 +291,7 @@ class Sampler:
             if sequence.prompt is not None:
                 rows = self._score(sequence.prompt, starts[index] + sequence.prompt.skip, hidden_TD, lora)
                 if rows is None:
-                    outputs[index] = SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
+                    outputs[index] = _output(sequence, NOT_FINITE)
                 else:
                     outputs[index] = replace(outputs[index], prompt=rows)
         return outputs
@@ -312,7 +324,7 @@ class Sampler:
         self, sequences: Sequence[SequenceStep], starts: Sequence[int], hidden_TD: torch.Tensor, lora: LoraPass | None
     ) -> list[SequenceOutput]:
         """One output a sequence, with a token where one is wanted."""
-        outputs = [SequenceOutput(sequence=s.sequence) for s in sequences]
+        outputs = [_output(s, None) for s in sequences]
         drawing = [index for index, sequence in enumerate(sequences) if sequence.sample]
         if not drawing:
             return outputs
@@ -374,14 +386,20 @@ def _outputs(
     return [
         SequenceOutput(
             sequence=sequence.sequence,
+            version=sequence.version,
             tokens=(tokens[n],),
             logprobs=(logprobs[n],),
             topk=(topk[n],) if sequence.topk else (),
         )
         if finite[n]
-        else SequenceOutput(sequence=sequence.sequence, error=NOT_FINITE)
+        else _output(sequence, NOT_FINITE)
         for n, sequence in enumerate(sequences)
     ]
+
+
+def _output(sequence: SequenceStep, error: str | None) -> SequenceOutput:
+    """Without a token."""
+    return SequenceOutput(sequence=sequence.sequence, version=sequence.version, error=error)
 
 
 def _num_inputs(sequence: SequenceStep) -> int:
@@ -422,6 +440,7 @@ def _verified(sequences: Sequence[SequenceStep], drawn: Sequence[SequenceOutput]
         outputs.append(
             SequenceOutput(
                 sequence=sequence.sequence,
+                version=sequence.version,
                 tokens=tuple(token for row in rows for token in row.tokens),
                 logprobs=tuple(logprob for row in rows for logprob in row.logprobs),
                 topk=tuple(likely for row in rows for likely in row.topk),

@@ -93,19 +93,24 @@ def cell_after(before: Cell | None, version: Version | None, token: int) -> Cell
 
 
 class PagedFake:
-    def __init__(self, num_pages: int, script: dict[int, list[int]] | None = None):
-        """``script``: sequence id → the tokens it will draw, instead of the pseudo-random ones."""
+    def __init__(self, num_pages: int, script: dict[int, list[int]] | None = None, *, ahead: bool = False):
+        """``script``: sequence id → the tokens it will draw, instead of the pseudo-random ones. ``ahead``: what a
+        sequence draws next was computed with the weights of its step before, as where a device goes ahead."""
         self.pages: list[list[Cell | None]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
         self.script = script or {}
         self.num_tokens = 0
         self.drawn: dict[int, list[tuple[Version | None, int]]] = {}
         """By sequence: its tokens, and with which version each was drawn."""
+        self._ahead = ahead
+        self._last: dict[int, SequenceStep] = {}
         self._own: dict[int, list[Cell]] = {}
         """By sequence: what must lie in its pages."""
 
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         written: set[tuple[int, int]] = set()
-        for step in plan.sequences:
+        steps = [self._launched(step) for step in plan.sequences]
+        self._last = {step.sequence: step for step in plan.sequences} if self._ahead else {}
+        for step in steps:
             assert step.tokens, "nothing to compute, so no logits to draw from"
             self._meet(step)
             own = self._own[step.sequence]
@@ -117,7 +122,13 @@ class PagedFake:
                 written.add(place)
                 self.pages[place[0]][place[1]] = own[position]
             self.num_tokens += len(step.tokens)
-        return [self._verified(step) for step in plan.sequences]
+        return [self._verified(step) for step in steps]
+
+    def _launched(self, step: SequenceStep) -> SequenceStep:
+        last = self._last.get(step.sequence)
+        if last is None or not last.sample or len(step.tokens) > 1 or step.draft:
+            return step
+        return replace(step, version=last.version)
 
     def _verified(self, step: SequenceStep) -> SequenceOutput:
         """Draws as long as the step's guesses come true, each from the history as the pages tell it."""
@@ -133,6 +144,7 @@ class PagedFake:
             return outputs[0]
         return SequenceOutput(
             sequence=step.sequence,
+            version=step.version,
             tokens=tuple(token for output in outputs for token in output.tokens),
             logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
             topk=tuple(likely for output in outputs for likely in output.topk),
@@ -166,11 +178,12 @@ class PagedFake:
         history = [token for _, token, _ in cells]
         prompt = None if step.prompt is None else self._score(step.prompt, step.context + step.prompt.skip, history)
         if not step.sample:
-            return SequenceOutput(sequence=step.sequence, prompt=prompt)
+            return SequenceOutput(sequence=step.sequence, version=step.version, prompt=prompt)
         token = self._draw(step, cells)
         self.drawn.setdefault(step.sequence, []).append((step.version, token))
         return SequenceOutput(
             sequence=step.sequence,
+            version=step.version,
             tokens=(token,),
             logprobs=(score(history, token),),
             topk=((tuple(range(step.topk)), (-1.0,) * step.topk),) if step.topk else (),

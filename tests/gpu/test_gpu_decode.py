@@ -57,7 +57,16 @@ def sample(
     compiled: bool = False,
     **params: object,
 ) -> tuple[Finished, Scheduler]:
-    scheduler = Scheduler(
+    scheduler = make_scheduler(num_pages)
+    sampler = sampler or Sampler(model, num_pages=num_pages, compile_decode=compiled)
+    for name, (version, tokens) in who.items():
+        sampler.acquire(version)
+        scheduler.add(wanted(name, version, tokens, max_tokens=max_tokens, **params))
+    return run(scheduler, sampler), scheduler  # type: ignore[arg-type]
+
+
+def make_scheduler(num_pages: int) -> Scheduler:
+    return Scheduler(
         SampleLimits(
             max_running=32,
             num_pages=num_pages,
@@ -70,19 +79,19 @@ def sample(
         decode_text=lambda tokens: "",
         fresh_seed=lambda: 0,
     )
-    sampler = sampler or Sampler(model, num_pages=num_pages, compile_decode=compiled)
-    for name, (version, tokens) in who.items():
-        sampler.acquire(version)
-        scheduler.add(
-            SampleRequest(
-                request_id=name,
-                version=version,
-                prompt=(EncodedText(tokens=tokens),),
-                num_samples=1,
-                sampling_params=SamplingParams(max_tokens=max_tokens, stop=(), **{"seed": 7, **params}),  # type: ignore[arg-type]
-            )
-        )
-    return run(scheduler, sampler), scheduler  # type: ignore[arg-type]
+
+
+def wanted(
+    name: str, version: Version | None, tokens: np.ndarray, *, inflight: bool = False, **params: object
+) -> SampleRequest:
+    return SampleRequest(
+        request_id=name,
+        version=version,
+        prompt=(EncodedText(tokens=tokens),),
+        num_samples=1,
+        sampling_params=SamplingParams(**{"seed": 7, "stop": (), **params}),  # type: ignore[arg-type]
+        inflight=inflight,
+    )
 
 
 @pytest.mark.parametrize("num_pages", [64, 7])
@@ -212,6 +221,41 @@ def test_neighbours_change_no_token(load: Callable[..., BaseModel]) -> None:
         alone, _ = sample(model, {name: who[name]})
         assert list(alone.tokens[name, 0]) == list(together.tokens[name, 0])
         np.testing.assert_allclose(alone.logprobs[name, 0], together.logprobs[name, 0], atol=1e-4)
+
+
+def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., BaseModel]) -> None:
+    """Its tokens are the old weights', although their row is overwritten before it is taken in."""
+    new = Version(model_id="c", number=2)
+
+    def moved_after(num_steps: int, *, ahead: bool) -> Finished:
+        model, finished = load("qwen3"), Finished()
+        studio, versions = publish(model, {"a": 16, "c": 4})  # "c" comes first, later last
+        sampler, scheduler = Sampler(model, num_pages=64, compile_decode=False), make_scheduler(64)
+        if not ahead:
+            sampler._decode.launch_ahead = lambda *_: None  # type: ignore
+        for n in range(6):
+            version = versions["a" if n % 2 else "c"]
+            sampler.acquire(version)
+            scheduler.add(wanted(f"r{n}", version, prompt(0), max_tokens=40, seed=n, inflight=n % 2 == 0))
+        for _ in range(num_steps):
+            plan = scheduler.plan()
+            assert plan is not None
+            finished.take(scheduler.apply(plan, sampler.step(plan)))
+        studio.create("later", 64, seed=9)
+        model.bank.publish("later", new)
+        sampler.acquire(new, 3)
+        scheduler.move(scheduler.followers(new), new)
+        sampler.release(versions["c"], 3)
+        row = model.bank.pin(versions["c"])
+        model.bank.work_slab(row.rank_class)[row.slot].fill_(torch.nan)
+        return run(scheduler, sampler, finished)  # type: ignore[arg-type]
+
+    finished, expected = moved_after(12, ahead=True), moved_after(13, ahead=False)
+    assert len(set(expected.versions["r0", 0])) == 2
+    assert finished.versions == expected.versions
+    for key, tokens in expected.tokens.items():
+        assert list(finished.tokens[key]) == list(tokens), key
+        np.testing.assert_allclose(finished.logprobs[key], expected.logprobs[key], atol=1e-4)
 
 
 def test_one_adapters_nan_reaches_no_other(load: Callable[..., BaseModel]) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from descant.sample.decode import _Calls, _Inputs, _Layout, _Stage
+from descant.sample.decode import Columns, _Calls, _Inputs, _Layout, _Stage
+from descant.sample.scheduler import SequenceStep
 
 
 class Double(nn.Module):
@@ -39,6 +40,37 @@ def test_layers_call_what_is_theirs_for_a_while(compiled: bool) -> None:
         assert (layer._compiled_call_impl is not None) == compiled
         assert "forward" not in layer.__dict__
     assert calls == (["graph"] if compiled else []), "training's graph serves both layers and stays"
+
+
+def test_a_step_ahead_has_the_columns_that_its_sequences_would_give() -> None:
+    def step(number: int, further: int) -> SequenceStep:
+        return SequenceStep(
+            sequence=number,
+            version=None,
+            tokens=(number,),
+            context=20 * number + further,
+            pages=tuple(range(3 * number, 3 * number + 1 + number % 3)),
+            sample=True,
+            temperature=0.5 * number,
+            top_k=-1,
+            top_p=1.0,
+            seed=2**64 - 1 - number,
+            draw=number + further,
+        )
+
+    layout = _Layout(rows=8, width=3, max_pieces=8)
+    ahead, plain = (_Stage(layout, 99, pinned=False) for _ in range(2))
+    ahead.fill(Columns.of([step(n, 7) for n in range(8)]), [step(n, 7).pages for n in range(8)], 8)
+    kept = [6, 1, 5]
+    columns = Columns.of([step(n, 0) for n in range(8)]).ahead(kept).ahead([0, 1, 2])
+    ahead.fill(columns, [step(n, 0).pages for n in kept], 8)
+    sequences = [step(n, 2) for n in kept]
+    plain.fill(Columns.of(sequences), [s.pages for s in sequences], 8)
+    for name in ("positions", "temperature", "uniform"):
+        assert (ahead.numpy[name] == plain.numpy[name]).all(), name
+    for row, sequence in enumerate(sequences):
+        assert tuple(ahead.numpy["table"][row, : len(sequence.pages)]) == sequence.pages
+    assert (ahead.numpy["table"][3:, 0] == 99).all(), "what is left of another step writes to nobody's page"
 
 
 def test_the_room_for_pieces_doubles_and_what_is_left_of_it_does_nothing() -> None:

@@ -23,12 +23,12 @@ MODELS = ("a", "b")
 class World:
     """A rank's share of sampling: versions published, pinned and released, requests running."""
 
-    def __init__(self, chance: random.Random, *, keeps_prefixes: bool):
+    def __init__(self, chance: random.Random, *, keeps_prefixes: bool, ahead: bool):
         self.chance = chance
         self.scheduler = scheduler(
             num_pages=NUM_PAGES, max_running=6, step_tokens=50, max_waiting=40, keeps_prefixes=keeps_prefixes
         )
-        self.sampler = PagedFake(NUM_PAGES)
+        self.sampler = PagedFake(NUM_PAGES, ahead=ahead)
         self.finished = Finished()
         self.published: dict[str, list[Version]] = {model: [] for model in MODELS}
         self.number = Counter[str]()
@@ -51,12 +51,12 @@ class World:
         self.number[model] += 1
         version = Version(model_id=model, number=self.number[model])
         self.published[model].append(version)
-        for request_id in self.scheduler.followers(version):
-            self.pins[version] += 1
-            before = self.versions[request_id]
-            self.finished.take(self.scheduler.move(request_id, version))
+        followers = self.scheduler.followers(version)
+        self.pins[version] += len(followers)
+        self.scheduler.move(followers, version)
+        for request_id in followers:
+            self.unpin(self.versions[request_id])
             self.versions[request_id] = version
-            self.unpin(before)
 
     def release(self) -> None:
         model = self.chance.choice(MODELS)
@@ -167,10 +167,14 @@ class World:
             np.testing.assert_array_equal(scores[1:], np.array(expected, np.float32))
 
 
-@pytest.mark.parametrize(("seed", "keeps_prefixes"), [(0, True), (1, False)], ids=["prefixes kept", "none kept"])
-def test_any_order_of_anything(seed: int, keeps_prefixes: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "keeps_prefixes", "ahead"),
+    [(0, True, False), (1, False, False), (2, True, True)],
+    ids=["prefixes kept", "none kept", "a step ahead"],
+)
+def test_any_order_of_anything(seed: int, keeps_prefixes: bool, ahead: bool) -> None:
     chance = random.Random(seed)
-    world = World(chance, keeps_prefixes=keeps_prefixes)
+    world = World(chance, keeps_prefixes=keeps_prefixes, ahead=ahead)
     num_requests = 2000 if keeps_prefixes else 300
     while len(world.requests) < num_requests or world.scheduler.has_work():
         dice = chance.random()

@@ -395,7 +395,7 @@ def test_a_request_moves_between_two_steps_and_says_when() -> None:
     assert s.followers(V1) == []
     assert s.followers(V2) == ["moves"]
     assert s.followers(Version(model_id="other", number=2)) == []
-    finished.take(s.move("moves", V2))
+    s.move(["moves"], V2)
     assert s.followers(V2) == []
     assert s.versions() == {V1, V2}
     run(s, fake, finished)
@@ -406,6 +406,25 @@ def test_a_request_moves_between_two_steps_and_says_when() -> None:
     s.add(request("new", [*LONG, 1], max_tokens=1, version=V2))
     run(s, fake)
     assert s.stats()["hit_tokens"] == before, "keys of both versions were taken for one's"
+    assert_nothing_left(s)
+
+
+def test_what_was_computed_ahead_of_a_move_is_told_as_what_it_is() -> None:
+    s, fake, finished = scheduler(), PagedFake(64, ahead=True), Finished()
+    s.add(request("streams", [1] * 50, max_tokens=70, version=V1, inflight=True, stream=True))
+    s.add(request("whole", [2] * 50, max_tokens=70, version=V1, inflight=True))
+    begin(s, fake, 5, finished)
+    s.move(s.followers(V2), V2)
+    assert ("whole", 0) not in finished.tokens
+    begin(s, fake, 1, finished)
+    assert finished.versions["streams", 0] == [V1] * 6
+    begin(s, fake, 1, finished)
+    assert finished.versions["streams", 0] == [V1] * 6 + [V2]
+    assert finished.versions["whole", 0] == [V1] * 6, "told when the first of the new ones came"
+    run(s, fake, finished)
+    for key in finished.tokens:
+        assert finished.versions[key] == [V1] * 6 + [V2] * 64
+    assert s.stats()["kept_pages"] == 0, "pages of both versions"
     assert_nothing_left(s)
 
 
@@ -420,7 +439,7 @@ def test_what_a_preempted_request_computes_anew_is_of_one_version(running: bool)
     begin(s, fake, 5, finished)
     while not running and not s.stats()["preemptions"]:
         begin(s, fake, 1, finished)
-    finished.take(s.move("late", V2))
+    s.move(["late"], V2)
     assert s.stats()["crossings"] == running
     run(s, fake, finished)
     versions = finished.versions["late", 0]
@@ -438,7 +457,7 @@ def test_who_waits_for_a_prefix_does_not_wait_for_another_version_of_it() -> Non
     s.add(request("waits", LONG, max_tokens=1, version=V1))
     finished = Finished()
     begin(s, fake, 1, finished)
-    finished.take(s.move("moves", V2))
+    s.move(["moves"], V2)
     begin(s, fake, 6, finished)
     assert ("waits", 0) in finished.reasons
     assert finished.tokens["waits", 0] == alone(request("waits", LONG, max_tokens=1, version=V1)).tokens["waits", 0]
@@ -626,7 +645,7 @@ def test_one_sequences_error_fails_its_request_alone(version: Version | None, er
     s.add(good)
     plan = s.plan()
     outputs = fake.step(plan)
-    outputs[1] = SequenceOutput(sequence=outputs[1].sequence, error="logits are not finite")
+    outputs[1] = SequenceOutput(sequence=outputs[1].sequence, version=version, error="logits are not finite")
     finished = Finished()
     finished.take(s.apply(plan, outputs))
     [(request_id, failure)] = s.take_failures()

@@ -448,6 +448,46 @@ def test_what_graphs_decode_is_drawn_as_modules_draw(load: Callable[..., BaseMod
         np.testing.assert_allclose(finished.topk[key][1], logprobs, atol=1e-4)
 
 
+def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., BaseModel]) -> None:
+    """Its tokens are the old weights', although these are gone when it is taken in; the next step's are the new."""
+    new = Version(model_id="m", number=2)
+
+    def moved_after(num_steps: int, *, graphs: bool) -> Finished:
+        desk, finished = Desk(load()), Finished()
+        sampler, bank = desk.sampler, desk.model.bank
+        old, other = desk.publish("m", 8), desk.publish("n", 16, seed=2)
+        if graphs:
+            sampler._decode = StandInGraphs(sampler, max_rows=8)  # type: ignore[assignment]
+        desk.add(
+            *(ask(f"moves{i}", tokens(20 + i, i), old, seed=i, stream=i > 0, inflight=True) for i in range(3)),
+            ask("stays", tokens(30, 7), other),
+            ask("base", tokens(31, 8)),
+        )
+        for _ in range(num_steps):
+            plan = desk.scheduler.plan()
+            assert plan is not None
+            finished.take(desk.scheduler.apply(plan, sampler.step(plan)))
+        desk.studio.create("later", 32, seed=5, b_std=0.3)  # its rows come behind the others'
+        bank.publish("later", new)
+        sampler.acquire(new, 3)
+        desk.scheduler.move(desk.scheduler.followers(new), new)
+        sampler.release(old, 3)
+        row = bank.pin(old)
+        bank.work_slab(row.rank_class)[row.slot].fill_(torch.nan)
+        return run(desk.scheduler, desk, finished)  # type: ignore[arg-type]
+
+    ahead, plain = moved_after(11, graphs=True), moved_after(12, graphs=False)
+    assert len(plain.versions["moves0", 0]) == 30
+    for i in range(3):
+        crossed = ahead.versions["moves0", 0].index(new)
+        assert ahead.versions[f"moves{i}", 0] == plain.versions[f"moves{i}", 0]
+    assert 9 < crossed < 13
+    assert ahead.tokens == plain.tokens
+    assert ahead.versions == plain.versions
+    for key, logprobs in plain.logprobs.items():
+        np.testing.assert_allclose(ahead.logprobs[key], logprobs, atol=1e-4)
+
+
 @pytest.mark.parametrize("rank", [0, 40], ids=["often right", "nearly always wrong"])
 def test_what_is_drawn_beside_guesses_follows_the_exact_distribution(load: Callable[..., BaseModel], rank: int) -> None:
     model = load()
