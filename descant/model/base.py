@@ -20,6 +20,7 @@ from descant.model.head import Head
 from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear
 from descant.model.passes import MIN_ROWS, PAGE_TOKENS, KVPool, Pass
 from descant.model.recompute import Activations
+from descant.model.spare import SpareRows
 from descant.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ class BaseModel:
         self.sharded = sharded
         self.compiled = False
         """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
+        self.spare: SpareRows | None = None
+        """Room for adapters beside the weights, on CUDA."""
         self.activations: Activations | None = None
         """What passes keep for their backward, as the warm-up found; None: unknown, nothing is recomputed."""
         self._has_graphs = False

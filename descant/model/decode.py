@@ -7,7 +7,7 @@ program to the compiler, and one program serves decode steps of any number of ro
 A decode step is one token a sequence, everything that varies in tensors that stay where they are: it can be captured
 once and replayed. Layers that are joined (``MultiLoraLinear.join``) are one product here too.
 
-Legend: N sequences (rows), W width of the page table, C tiles or pieces, K rank classes, S sites.
+Legend: N sequences (rows), W width of the page table, C tiles or pieces, K rank classes, S sites, H spare rows.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ class DecodePass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileClass:
-    """The rows of one rank class. ``tiles_C4`` int32: first row, end row (at most ``tile_rows`` on), slot, scale (the
-    bits of a float32); a tile without rows does nothing. ``slab``: the class's work rows, flat; ``row``: elements of
-    one. ``offsets``: by the sites of a product, int64 [S, 2], where their A and B begin in a row."""
+    """The rows of one rank class. ``tiles_C5`` int32: first row, end row (at most ``tile_rows`` on), slot, scale (the
+    bits of a float32), place among the spare rows (read in a step ``beside`` only); a tile without rows does nothing.
+    ``slab``: the class's work rows, flat; ``row``: elements of one. ``offsets``: by the sites of a product, int64
+    [S, 2], where their A and B begin in a row."""
 
     rank_class: int
     slab: torch.Tensor
     row: int
-    tiles_C4: torch.Tensor
+    tiles_C5: torch.Tensor
     tile_rows: int
     offsets: Mapping[tuple[int, ...], torch.Tensor]
 
@@ -60,10 +61,11 @@ class TileClass:
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class PagedStep:
     """Layers read ``handle`` and nothing else of it; whoever runs the layers keeps it until they have run. Rows in no
-    tile of ``adapters`` use the base alone."""
+    tile of ``adapters`` use the base alone. ``beside``: all their A lie in the spare rows (``model.spare``)."""
 
     attention: DecodePass | Pass
     adapters: tuple[TileClass, ...]
+    beside: bool = False
     handle: torch.Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -122,22 +124,30 @@ def add_adapters(
     sites: tuple[int, ...],
     widths: Sequence[int],
     adapters: Iterable[TileClass],
+    *,
+    h_NH: torch.Tensor | None = None,
 ) -> None:
-    """Adds to ``y_NO`` (the base's product), in place, each tile's ``scale · (x Aᵀ) Bᵀ`` at every site."""
+    """Adds to ``y_NO`` (the base's product), in place, each tile's ``scale · (x Aᵀ) Bᵀ`` at every site. ``h_NH``: x
+    times all spare rows, with the row stride of ``y_NO``, in which every tile finds its x Aᵀ."""
     for entry in adapters:
         from descant.model import decode_lora  # Triton: only where it is used
 
-        decode_lora.add(x_NI, y_NO, entry, entry.offsets[sites], widths)
+        decode_lora.add(x_NI, y_NO, entry, entry.offsets[sites], widths, h_NH=h_NH)
 
 
 def tiles(
-    segments: Iterable[tuple[int, int, RowRef]], bank: AdapterBank, tile_rows: int
-) -> dict[int, list[tuple[int, int, int, int]]]:
-    """``TileClass.tiles_C4`` of each rank class, for rows ``start:end`` of one adapter each."""
-    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    segments: Iterable[tuple[int, int, RowRef]],
+    bank: AdapterBank,
+    tile_rows: int,
+    places: Mapping[RowRef, int] | None = None,
+) -> dict[int, list[tuple[int, int, int, int, int]]]:
+    """``TileClass.tiles_C5`` of each rank class, for rows ``start:end`` of one adapter each. ``places``: where they lie
+    among the spare rows, if they do."""
+    found: dict[int, list[tuple[int, int, int, int, int]]] = {}
     for start, end, row in segments:
         scale = int(np.float32(SCALE_NUMERATOR / bank.lora(row).rank).view(np.int32))
+        place = 0 if places is None else places[row]
         found.setdefault(row.rank_class, []).extend(
-            (first, min(first + tile_rows, end), row.slot, scale) for first in range(start, end, tile_rows)
+            (first, min(first + tile_rows, end), row.slot, scale, place) for first in range(start, end, tile_rows)
         )
     return found

@@ -1,20 +1,22 @@
-"""Adapters in steps over the KV pages on CUDA: two Triton kernels a product, whatever the number of adapters.
+"""Adapters in steps over the KV pages on CUDA: one or two Triton kernels a product, whatever the number of adapters.
 
 Rows are sorted by adapter and cut into tiles of one adapter (``TileClass``). ``_shrink`` makes the
 rank-wide intermediates of a tile in parts of the input features, ``_expand`` adds the parts and their product with B in
-place. No program ever reads another adapter's weights for a row, so nothing of one tenant (a NaN) reaches another.
+place. Where the base's product has made the intermediates (``model.spare``), ``_expand`` is all. No program ever reads
+another adapter's weights or intermediates for a row, so nothing of one tenant (a NaN) reaches another.
 
 Both take some microseconds, most of it waiting: for the launch, for the tile's numbers, for the weights. On Hopper each
 begins while the kernel before it still runs, reads what that one does not write (tiles, weights), and only then
 waits for it (programmatic dependent launch).
 
-Legend: N rows, I in, O out, R rank class, C tiles, P parts, S sites that share the input (at most 3).
+Legend: N rows, I in, O out, H spare rows, R rank class, C tiles, P parts, S sites that share the input (at most 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -55,9 +57,9 @@ def _shrink(  # type: ignore[no-untyped-def]
     site = tl.program_id(1)
     tile = tl.program_id(2)
     num_parts = tl.num_programs(0)
-    start = tl.load(tiles + tile * 4)
-    end = tl.load(tiles + tile * 4 + 1)
-    slot = tl.load(tiles + tile * 4 + 2).to(tl.int64)
+    start = tl.load(tiles + tile * 5)
+    end = tl.load(tiles + tile * 5 + 1)
+    slot = tl.load(tiles + tile * 5 + 2).to(tl.int64)
     a = slab + slot * row + tl.multiple_of(tl.load(offsets + site * 2), ALIGN)
     if EARLY:
         gdc_launch_dependents()
@@ -106,16 +108,19 @@ def _expand(  # type: ignore[no-untyped-def]
     BLOCK_R: tl.constexpr,
     BLOCK_O: tl.constexpr,
     PARTS: tl.constexpr,
+    SITE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     IEEE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    # SITE_COLUMNS 0: h is [S, P, N, R]. Else it is columns behind y's, so many a site, and the tile knows its place.
     block = tl.program_id(0)
     tile = tl.program_id(1)
-    start = tl.load(tiles + tile * 4)
-    end = tl.load(tiles + tile * 4 + 1)
-    slot = tl.load(tiles + tile * 4 + 2).to(tl.int64)
-    scale = tl.load(tiles + tile * 4 + 3).to(tl.float32, bitcast=True)
+    start = tl.load(tiles + tile * 5)
+    end = tl.load(tiles + tile * 5 + 1)
+    slot = tl.load(tiles + tile * 5 + 2).to(tl.int64)
+    scale = tl.load(tiles + tile * 5 + 3).to(tl.float32, bitcast=True)
+    place = tl.load(tiles + tile * 5 + 4)
     # Which site's features: block numbers run through the sites.
     blocks0 = (out0 + BLOCK_O - 1) // BLOCK_O
     blocks1 = (out1 + BLOCK_O - 1) // BLOCK_O
@@ -137,10 +142,15 @@ def _expand(  # type: ignore[no-untyped-def]
     mask = live & (o < features)[None, :]
     at = y + n[:, None].to(tl.int64) * y_stride + (first + o)[None, :]
     base = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    p = tl.arange(0, PARTS)
-    at_h = (site * num_parts + p)[:, None, None] * num_rows + n[None, :, None]
-    narrow = (p < num_parts)[:, None, None] & live[None, :, :] & (r < R)[None, None, :]
-    sums = tl.sum(tl.load(h + at_h * R + r[None, None, :], mask=narrow, other=0.0), 0)
+    if SITE_COLUMNS > 0:
+        column = tl.multiple_of(site * SITE_COLUMNS + place, 8)
+        at_h = h + n[:, None].to(tl.int64) * y_stride + (column + r)[None, :]
+        sums = tl.load(at_h, mask=live & (r < R)[None, :], other=0.0)
+    else:
+        p = tl.arange(0, PARTS)
+        at_p = (site * num_parts + p)[:, None, None] * num_rows + n[None, :, None]
+        narrow = (p < num_parts)[:, None, None] & live[None, :, :] & (r < R)[None, None, :]
+        sums = tl.sum(tl.load(h + at_p * R + r[None, None, :], mask=narrow, other=0.0), 0)
     # The trainer rounds the intermediate to the base's dtype too.
     if IEEE:
         delta = tl.dot(sums.to(weights.dtype), weights, input_precision="ieee")
@@ -149,43 +159,104 @@ def _expand(  # type: ignore[no-untyped-def]
     tl.store(at, (base + scale * delta).to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _copy_a(  # type: ignore[no-untyped-def]
+    slab,
+    targets,
+    adapters,
+    row,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    site = tl.program_id(0)
+    adapter = tl.program_id(1)
+    offset = tl.load(targets + site * 3)
+    num_in = tl.load(targets + site * 3 + 2)
+    slot = tl.load(adapters + adapter * 2)
+    place = tl.load(adapters + adapter * 2 + 1)
+    a = slab + slot * row + offset
+    out = tl.load(targets + site * 3 + 1).to(tl.pointer_type(slab.dtype.element_ty)) + place * num_in
+    cell = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = cell < R * num_in
+    tl.store(out + cell, tl.load(a + cell, mask=inside), mask=inside)
+
+
+def copy_a(
+    slab_SP: torch.Tensor, rank_class: int, targets_S3: torch.Tensor, adapters_G2: torch.Tensor, *, most_in: int
+) -> None:
+    """Copies the A's of adapters of one class at every site. ``targets_S3`` int64: where the site's A begins in a row
+    of the slab, the address of the first [in] that A's rows may be copied to, and in, which is ``most_in`` at most.
+    ``adapters_G2`` int64: slot, and how many such rows come before its own."""
+    block = 4096
+    grid = (len(targets_S3), len(adapters_G2), triton.cdiv(rank_class * most_in, block))
+    _copy_a[grid](slab_SP, targets_S3, adapters_G2, slab_SP.shape[1], R=rank_class, BLOCK=block, num_warps=8)
+
+
 @cache
 def _begins_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def add(
-    x_NI: torch.Tensor, y_NO: torch.Tensor, adapters: TileClass, offsets_S2: torch.Tensor, widths: Sequence[int]
+    x_NI: torch.Tensor,
+    y_NO: torch.Tensor,
+    adapters: TileClass,
+    offsets_S2: torch.Tensor,
+    widths: Sequence[int],
+    *,
+    h_NH: torch.Tensor | None,
 ) -> None:
     """One class of ``decode.add_adapters``. ``offsets_S2``: of this product's sites."""
+    num_sites, rank = len(widths), adapters.rank_class
+    options = _options(adapters, x_NI)
+    if h_NH is None:
+        h = _intermediates(x_NI, adapters, offsets_S2, options)
+        parts, site_columns = h.shape[1], 0
+    else:
+        assert h_NH.stride() == y_NO.stride()
+        h, parts, site_columns = h_NH, 1, h_NH.shape[1] // num_sites
+    block_o = 128 if rank <= 64 else 64
+    _expand[(sum(triton.cdiv(width, block_o) for width in widths), len(adapters.tiles_C5))](
+        h,
+        adapters.slab,
+        offsets_S2,
+        adapters.tiles_C5,
+        y_NO,
+        parts,
+        len(x_NI),
+        adapters.row,
+        y_NO.stride(0),
+        *widths,
+        *[0] * (MAX_SITES - num_sites),
+        BLOCK_O=block_o,
+        PARTS=triton.next_power_of_2(parts),
+        SITE_COLUMNS=site_columns,
+        num_stages=1,
+        **options,
+    )
+
+
+def _intermediates(
+    x_NI: torch.Tensor, adapters: TileClass, offsets_S2: torch.Tensor, options: Mapping[str, Any]
+) -> torch.Tensor:
+    """float32 [S, P, N, R]; rows in no tile hold anything."""
     if x_NI.stride(1) != 1:
         x_NI = x_NI.contiguous()
-    num_rows, num_in, num_sites = len(x_NI), x_NI.shape[1], len(widths)
-    rank, num_tiles = adapters.rank_class, len(adapters.tiles_C4)
-    early = _begins_early(x_NI.device)
-    wide = x_NI.dtype == torch.float32
-    options = {
-        "R": rank,
-        "BLOCK_R": max(16, rank),
-        "ROWS": adapters.tile_rows,
-        "IEEE": wide,
-        "EARLY": early,
-        "num_warps": 4,
-        **({"launch_pdl": True} if early else {}),
-    }
-    block_i = 128 if rank <= 32 else max(16, 4096 // rank) if wide else 64
+    num_rows, num_in, num_sites = len(x_NI), x_NI.shape[1], len(offsets_S2)
+    rank = adapters.rank_class
+    block_i = 128 if rank <= 32 else max(16, 4096 // rank) if x_NI.dtype == torch.float32 else 64
     # A few rows do not fill the device unless their input is computed in parts.
     part, most = 256, min(MAX_PARTS, PART_NUMBERS // rank) if adapters.tile_rows == TILE_ROWS else 1
     while triton.cdiv(num_in, part) > most:
         part *= 2
     parts = triton.cdiv(num_in, part)
-    h = x_NI.new_empty(num_sites, parts, num_rows, rank, dtype=torch.float32)
-    _shrink[(parts, num_sites, num_tiles)](
+    h_SPNR = x_NI.new_empty(num_sites, parts, num_rows, rank, dtype=torch.float32)
+    _shrink[(parts, num_sites, len(adapters.tiles_C5))](
         x_NI,
         adapters.slab,
         offsets_S2,
-        adapters.tiles_C4,
-        h,
+        adapters.tiles_C5,
+        h_SPNR,
         num_in,
         num_rows,
         adapters.row,
@@ -195,21 +266,18 @@ def add(
         num_stages=3,
         **options,
     )
-    block_o = 128 if rank <= 64 else 64
-    _expand[(sum(triton.cdiv(width, block_o) for width in widths), num_tiles)](
-        h,
-        adapters.slab,
-        offsets_S2,
-        adapters.tiles_C4,
-        y_NO,
-        parts,
-        num_rows,
-        adapters.row,
-        y_NO.stride(0),
-        *widths,
-        *[0] * (MAX_SITES - num_sites),
-        BLOCK_O=block_o,
-        PARTS=triton.next_power_of_2(parts),
-        num_stages=1,
-        **options,
-    )
+    return h_SPNR
+
+
+def _options(adapters: TileClass, x_NI: torch.Tensor) -> dict[str, Any]:
+    """What both kernels are compiled and launched with."""
+    early = _begins_early(x_NI.device)
+    return {
+        "R": adapters.rank_class,
+        "BLOCK_R": max(16, adapters.rank_class),
+        "ROWS": adapters.tile_rows,
+        "IEEE": x_NI.dtype == torch.float32,
+        "EARLY": early,
+        "num_warps": 4,
+        **({"launch_pdl": True} if early else {}),
+    }

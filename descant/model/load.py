@@ -32,6 +32,7 @@ from descant.model.base import BaseModel
 from descant.model.fused import fuse
 from descant.model.head import Head
 from descant.model.lora import LoraChannel, MultiLoraLinear
+from descant.model.spare import SPARE_ROWS, SpareRows
 from descant.types import ModelFacts
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -218,7 +219,10 @@ def load_model(
         compile = device.type == "cuda" and dtype is not torch.float32 and not model.has_experts
     recompute.attach(model.layers, model.channel)
     if compile or device.type == "cuda":
-        _join_linears(network)
+        has_spare_rows = device.type == "cuda" and model.packable
+        _join_linears(network, spare_rows=SPARE_ROWS if has_spare_rows else 0)
+        if has_spare_rows:
+            model.spare = SpareRows(network, model.bank)
         if device.type == "cuda" and dtype is not torch.float32:
             fuse(network)
         model.speed_up(model.layers if compile else ())
@@ -409,12 +413,17 @@ def _replace_linears(network: nn.Module, decoder: nn.Module, channel: LoraChanne
     return sites
 
 
-def _join_linears(network: nn.Module) -> None:
+def _join_linears(network: nn.Module, *, spare_rows: int = 0) -> None:
+    """``spare_rows``: behind the weight of each layer, joined or alone."""
     for module in network.modules():
         for names in _TOGETHER:
             layers = [layer for name in names if isinstance(layer := getattr(module, name, None), MultiLoraLinear)]
             if len(layers) > 1 and len({layer.site.in_features for layer in layers}) == 1:
-                MultiLoraLinear.join(layers)
+                MultiLoraLinear.join(layers, spare_rows=spare_rows)
+    if spare_rows:
+        for module in network.modules():
+            if isinstance(module, MultiLoraLinear) and len(module.sites) == 1:
+                MultiLoraLinear.join([module], spare_rows=spare_rows)
 
 
 def _group(name: str) -> Literal["attn", "mlp"] | None:

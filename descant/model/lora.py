@@ -17,7 +17,7 @@ In bf16 on CPU a row of every product has the same bits for any number of rows b
 adapter's second product one in 100,000) is rounded the other way; in fp32 fewer than 4 rows differ by 1e-6. So few rows
 are filled up with zeros.
 
-Legend: T tokens, I in, O out, R rank class, G adapters of a run.
+Legend: T tokens, I in, O out, W out and spare rows, R rank class, G adapters of a run.
 """
 
 from __future__ import annotations
@@ -351,6 +351,8 @@ class MultiLoraLinear(nn.Module):
         """Of all layers that are joined with this one, in order."""
         self.packed: torch.Tensor | None = None
         """None of a layer that is joined."""
+        self.wide_WI: torch.Tensor | None = None
+        """The joint weight with spare rows behind it, which decode steps take (see ``model.spare``)."""
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
         self._recorded = torch.zeros((), requires_grad=True)
@@ -366,16 +368,29 @@ class MultiLoraLinear(nn.Module):
             )
 
     @staticmethod
-    def join(layers: Sequence[MultiLoraLinear]) -> None:
+    def join(layers: Sequence[MultiLoraLinear], *, spare_rows: int = 0) -> None:
         """They are called on one tensor, in this order. Their weights become parts of one tensor; nothing is joined
-        where biases, kinds or dtypes differ."""
+        where biases, kinds or dtypes differ.
+
+        Behind them lie ``spare_rows`` of zeros for each layer, also for one that is alone. Not where there are biases:
+        a product with one that leaves room in its rows is two kernels."""
         bases = [layer.base for layer in layers]
         if len({(type(base), base.weight.dtype, base.bias is None) for base in bases}) > 1 or not isinstance(
             bases[0], nn.Linear
         ):
             return
-        weight_OI = torch.cat([base.weight.data for base in bases])
         bias_O = None if bases[0].bias is None else torch.cat([base.bias.data for base in bases])
+        num_out = sum(layer.site.out_features for layer in layers)
+        num_spare = spare_rows * len(layers) if bias_O is None else 0
+        if len(layers) == 1 and num_spare == 0:
+            return
+        weight_WI = bases[0].weight.data.new_zeros(num_out + num_spare, layers[0].site.in_features)
+        weight_OI = torch.cat([base.weight.data for base in bases], out=weight_WI[:num_out])
+        for layer in layers:
+            layer.wide_WI = weight_WI if num_spare else None
+        if len(layers) == 1:
+            bases[0].weight.data = weight_OI
+            return
         start = 0
         for position, layer in enumerate(layers):
             end = start + layer.site.out_features
@@ -446,8 +461,9 @@ class MultiLoraLinear(nn.Module):
         """Of all layers that are joined: [T, sum of widths]."""
         x_TI = x.reshape(-1, self.site.in_features)
         if isinstance(lora, decode.PagedStep):
+            weight_WI = weight_OI if self.wide_WI is None else self.wide_WI
             paged: torch.Tensor = torch.ops.descant.paged_linear(
-                x_TI, weight_OI, bias_O, lora.handle, self._sites, self._widths
+                x_TI, weight_WI, bias_O, lora.handle, self._sites, self._widths
             )
             return paged
         if torch.is_grad_enabled():
@@ -539,14 +555,26 @@ def _linear_backward_op(
 
 def _paged_linear_op(
     x_TI: torch.Tensor,
-    weight_OI: torch.Tensor,
+    weight_WI: torch.Tensor,
     bias_O: torch.Tensor | None,
     handle: torch.Tensor,
     sites: torch.Tensor,
     widths: list[int],
 ) -> torch.Tensor:
-    y_TO = F.linear(x_TI, weight_OI, bias_O)
-    decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, decode.PAGED_STEPS[handle].adapters)
+    """[T, sum of widths], W apart: where the weight has spare rows, a row of the outcome has room for theirs, whether
+    or not this step computes them. So prefill and decode steps of any kind are one program."""
+    step, num_out = decode.PAGED_STEPS[handle], sum(widths)
+    h_TH: torch.Tensor | None = None
+    if len(weight_WI) == num_out:
+        y_TO = F.linear(x_TI, weight_WI, bias_O)
+    else:
+        y_TW = x_TI.new_empty(len(x_TI), len(weight_WI))
+        end = len(weight_WI) if step.beside else num_out
+        torch.mm(x_TI, weight_WI[:end].t(), out=y_TW[:, :end])
+        y_TO = y_TW[:, :num_out]
+        if step.beside:
+            h_TH = y_TW[:, num_out:]
+    decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, step.adapters, h_NH=h_TH)
     return y_TO
 
 
@@ -567,6 +595,17 @@ _LIBRARY.impl("paged_linear", _paged_linear_op, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("descant::paged_linear", lib=_LIBRARY)
+def _paged_linear_shape(
+    x_TI: torch.Tensor,
+    weight_WI: torch.Tensor,
+    bias_O: torch.Tensor | None,
+    handle: torch.Tensor,
+    sites: torch.Tensor,
+    widths: list[int],
+) -> torch.Tensor:
+    return x_TI.new_empty_strided((x_TI.shape[0], sum(widths)), (weight_WI.shape[0], 1))
+
+
 @torch.library.register_fake("descant::lora_linear", lib=_LIBRARY)
 def _linear_shape(x_TI: torch.Tensor, weight_OI: torch.Tensor, *rest: object) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], weight_OI.shape[0])

@@ -2,7 +2,8 @@
 
     rows → one pinned buffer → one copy → replay (layers, head, draw) → one copy back → tokens, log-probabilities
 
-A graph is made for a number of rows, of pieces that their keys are cut into, and of tiles of each class of adapters.
+A graph is made for a number of rows, of pieces that their keys are cut into, and of tiles of each class of adapters,
+which lie in the spare rows (``model.spare``) or do not.
 While the host takes in a step's tokens and plans the next, the device already computes that next step
 (``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away. New
 weights begin with the step after: what is ahead was computed with those of its launch, and is told as theirs.
@@ -69,11 +70,12 @@ class Decoded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Key:
     """What a graph is made for. ``pieces``: room for them, ``rows`` if every sequence is one piece. ``tiles``: (rank
-    class, room for tiles) of each class that has rows."""
+    class, room for tiles) of each class that has rows. ``beside``: see ``PagedStep``."""
 
     rows: int
     pieces: int
     tiles: tuple[tuple[int, int], ...]
+    beside: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,11 +171,14 @@ class DecodeGraphs:
         table_width: int,
         max_rows: int = BUCKETS[-1],
         compiled: bool = True,
+        deterministic: bool = False,
     ):
         """``dummy_page``: a page of ``pool`` that no sequence gets. ``table_width``: pages of the longest sequence.
         ``compiled``: layers through ``torch.compile`` (fewer, fused kernels; some seconds, once). Off CUDA nothing is
-        captured or compiled."""
+        captured or compiled. ``deterministic``: a row's bits do not depend on who else is in a step of so many rows."""
         self._model, self._pool, self._dummy_page = model, pool, dummy_page
+        # A product of more columns may be another kernel: it must not depend on what adapters the others have.
+        self._spare = None if deterministic else model.spare
         self._on_cuda = model.device.type == "cuda"
         self._captures = self._on_cuda
         self._compiled = compiled and self._on_cuda
@@ -209,7 +214,7 @@ class DecodeGraphs:
         self.prefill(positions_T % self._model.facts.vocab_size, positions_T, Pass(seq_lens=(length,), kv=kv))
         for rows in self._buckets:
             if self._captures:
-                self._captured(_Key(rows=rows, pieces=rows, tiles=()))
+                self._captured(_Key(rows=rows, pieces=rows, tiles=(), beside=False))
         logger.info("decode steps captured in %.0f s", time.monotonic() - start)
 
     # ------------------------------------------------------------------------------------------------ prefill
@@ -242,12 +247,12 @@ class DecodeGraphs:
             for rank_class, tiles in found.items()
         )
 
-    def _tile_class(self, rank_class: int, tiles_C4: torch.Tensor, tile_rows: int) -> decode.TileClass:
+    def _tile_class(self, rank_class: int, tiles_C5: torch.Tensor, tile_rows: int) -> decode.TileClass:
         return decode.TileClass(
             rank_class=rank_class,
             slab=self._model.bank.work_slab(rank_class).view(-1),
             row=self._model.bank.layout(rank_class).row,
-            tiles_C4=tiles_C4,
+            tiles_C5=tiles_C5,
             tile_rows=tile_rows,
             offsets=self._site_offsets(rank_class),
         )
@@ -297,7 +302,8 @@ class DecodeGraphs:
             stage.fill_rows("sources", sources, bucket)
         stage.fill(columns, [s.pages for s in sequences], bucket)
         num_pieces = stage.fill_pieces(bucket, self._piece_tokens(bucket))
-        key = _Key(rows=bucket, pieces=num_pieces, tiles=self._fill_adapters(stage, rows))
+        tiles, beside = self._fill_adapters(stage, rows)
+        key = _Key(rows=bucket, pieces=num_pieces, tiles=tiles, beside=beside)
         captured = self._captured(key) if self._captures else None
         fields = self._device.fields
         used = self._device.used_bytes(num_pieces)
@@ -315,7 +321,8 @@ class DecodeGraphs:
             stage.done.record()
         return Flight(sequences, columns, captured, stage.result.numpy(), stage.done, ahead=before is not None)
 
-    def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[int, int], ...]:
+    def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[tuple[int, int], ...], bool]:
+        """``tiles`` and ``beside`` of the key."""
         segments: list[tuple[int, int, RowRef]] = []
         start = 0
         for row, run in groupby(rows):
@@ -323,8 +330,9 @@ class DecodeGraphs:
             if row is not None:
                 segments.append((start, end, row))
             start = end
+        places = None if self._spare is None else self._spare.place({row for _, _, row in segments})
         sizes = []
-        for rank_class, found in sorted(decode.tiles(segments, self._model.bank, decode.TILE_ROWS).items()):
+        for rank_class, found in sorted(decode.tiles(segments, self._model.bank, decode.TILE_ROWS, places).items()):
             room = MIN_TILES
             while room < len(found):
                 room *= 2
@@ -332,7 +340,7 @@ class DecodeGraphs:
             field[: len(found)] = found
             field[len(found) : room] = 0
             sizes.append((rank_class, room))
-        return tuple(sizes)
+        return tuple(sizes), places is not None and bool(segments)
 
     # ------------------------------------------------------------------------------------------------ the computation
     def _captured(self, key: _Key) -> _Captured | None:
@@ -419,6 +427,7 @@ class DecodeGraphs:
                 num_parts=key.pieces if key.pieces > num_rows else 0,
             ),
             adapters=adapters,
+            beside=key.beside,
         )
         # A view of the buffer would be another program to the compiler than prefill's positions.
         positions_N = fields["positions"][:num_rows].clone()
@@ -502,7 +511,7 @@ class _Layout:
             "sources": (torch.int64, (self.rows,)),
             "uniform": (torch.float64, (self.rows,)),
             "parts": (torch.int32, (self.rows, 2)),
-            **{f"adapters{rank_class}": (torch.int32, (self.rows, 4)) for rank_class in RANK_CLASSES},
+            **{f"adapters{rank_class}": (torch.int32, (self.rows, 5)) for rank_class in RANK_CLASSES},
             "temperature": (torch.float32, (self.rows,)),
             "table": (torch.int32, (self.rows, self.width)),
             "pieces": (torch.int32, (self.max_pieces, 5)),

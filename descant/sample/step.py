@@ -87,6 +87,7 @@ class Sampler:
                 table_width=table_width(model, num_pages),
                 max_rows=max_rows,
                 compiled=compile_decode,
+                deterministic=deterministic,
             )
         else:
             self._pool = model.make_kv_pool(num_pages + num_filler_pages)

@@ -21,6 +21,8 @@ from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, Ver
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 RANKS = {"a": 4, "b": 8, "c": 16, "d": 64, "e": 1, "f": 256}
+FEW = {name: rank for name, rank in RANKS.items() if name != "f"}
+"""These fit the spare rows beside the base's weights, all of them do not."""
 ARCHITECTURES = ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"]
 
 
@@ -122,13 +124,14 @@ def test_greedy_equals_generate_beside_adapters(load: Callable[..., BaseModel], 
         assert list(finished.tokens[f"base{n}", 0]) == want, n
 
 
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
 def test_logprobs_equal_the_trainers(
-    load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float
+    load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float, ranks: dict[str, int]
 ) -> None:
     model = load(arch, dtype)
-    studio, versions = publish(model)
+    studio, versions = publish(model, ranks)
     who = {f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()}
     finished, _ = sample(model, who)
     differences = []
@@ -145,10 +148,11 @@ def test_logprobs_equal_the_trainers(
     assert np.concatenate(differences).mean() <= tolerance
 
 
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
-def test_compiled_layers_draw_the_same(load: Callable[..., BaseModel], arch: str) -> None:
+def test_compiled_layers_draw_the_same(load: Callable[..., BaseModel], arch: str, ranks: dict[str, int]) -> None:
     model = load(arch)
-    _, versions = publish(model)
+    _, versions = publish(model, ranks)
     who: dict[str, tuple[Version | None, np.ndarray]] = {name: (v, prompt(2)) for name, v in versions.items()}
     who["base"] = (None, prompt(2))
     plain, fused = (sample(model, who, compiled=compiled, max_tokens=20)[0] for compiled in (False, True))
@@ -179,7 +183,8 @@ def test_after_the_start_nothing_is_compiled_or_captured_for_the_base(
         f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()
     }
     sample(model, who, sampler=sampler)
-    assert set(sampler._decode._graphs) > graphs
+    sample(model, {name: one for name, one in who.items() if not name.startswith("f")}, sampler=sampler)
+    assert {key.beside for key in set(sampler._decode._graphs) - graphs} == {False, True}
     assert counters["stats"]["unique_graphs"] == programs
 
 
@@ -212,12 +217,13 @@ def test_decode_steps_and_compiled_training_leave_each_other_alone(
             assert list(other.tokens[name, 0]) == list(finished[0].tokens[name, 0])
 
 
-def test_neighbours_change_no_token(load: Callable[..., BaseModel]) -> None:
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
+def test_neighbours_change_no_token(load: Callable[..., BaseModel], ranks: dict[str, int]) -> None:
     model = load("qwen3")
-    _, versions = publish(model)
+    _, versions = publish(model, ranks)
     who = {f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()}
     together, _ = sample(model, who)
-    for name in ("a0", "d1", "f2"):
+    for name in ("a0", "d1", "e2"):
         alone, _ = sample(model, {name: who[name]})
         assert list(alone.tokens[name, 0]) == list(together.tokens[name, 0])
         np.testing.assert_allclose(alone.logprobs[name, 0], together.logprobs[name, 0], atol=1e-4)
@@ -258,21 +264,46 @@ def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., 
         np.testing.assert_allclose(finished.logprobs[key], expected.logprobs[key], atol=1e-4)
 
 
-def test_one_adapters_nan_reaches_no_other(load: Callable[..., BaseModel]) -> None:
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
+def test_one_adapters_nan_reaches_no_other(load: Callable[..., BaseModel], ranks: dict[str, int]) -> None:
     model = load("qwen3")
-    _, versions = publish(model)
-    who = {f"{name}{n}": (version, prompt(n)) for n in range(2) for name, version in versions.items()}
+    _, versions = publish(model, ranks)
+    who: dict[str, tuple[Version | None, np.ndarray]] = {
+        f"{name}{n}": (version, prompt(n)) for n in range(2) for name, version in versions.items()
+    }
     who["base"] = (None, prompt(3))
     before, _ = sample(model, who)
     sampler = Sampler(model, num_pages=64, compile_decode=False)
-    row = model.bank.pin(versions["c"])
+    row = model.bank.row("c")
     model.bank.work_slab(row.rank_class)[row.slot].fill_(torch.nan)
-    # Twice: the second time, pages hold what the first left.
-    for _ in range(2):
-        after, _ = sample(model, who, sampler=sampler)
-        for name in who:
-            if not name.startswith("c"):
-                assert list(after.tokens[name, 0]) == list(before.tokens[name, 0]), name
+    model.bank.publish("c", Version(model_id="c", number=2))
+    sane = {name: one for name, one in who.items() if not name.startswith("c")}
+    broken = {name: (Version(model_id="c", number=2), one[1]) for name, one in who.items() if name.startswith("c")}
+    # The second time, pages hold what the first left; the third, spare rows do.
+    for together in (sane | broken, sane | broken, sane):
+        after, _ = sample(model, together, sampler=sampler)
+        for name in sane:
+            assert list(after.tokens[name, 0]) == list(before.tokens[name, 0]), name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adapters_take_turns_in_the_spare_rows(load: Callable[..., BaseModel], compiled: bool) -> None:
+    """All at once they do not fit; four at a time they do, in place of the four before."""
+    model = load("qwen3")
+    _, versions = publish(model, {f"n{number}": 32 for number in range(10)})
+    who: dict[str, tuple[Version | None, np.ndarray]] = {
+        f"{name}-{n}": (version, prompt(n)) for n in range(2) for name, version in versions.items()
+    }
+    together, _ = sample(model, who, compiled=compiled)
+    sampler = Sampler(model, num_pages=64, compile_decode=compiled)
+    for first in (0, 4, 2, 6, 0):
+        names = [f"n{number}-{n}" for number in range(first, first + 4) for n in range(2)]
+        found, _ = sample(model, {name: who[name] for name in names}, sampler=sampler)
+        for name in names:
+            assert list(found.tokens[name, 0]) == list(together.tokens[name, 0]), (first, name)
+            np.testing.assert_allclose(found.logprobs[name, 0], together.logprobs[name, 0], atol=1e-4)
+    assert sampler._decode is not None
+    assert all(key.beside for key in sampler._decode._graphs)
 
 
 def test_graphs_follow_a_slab_that_has_grown(load: Callable[..., BaseModel]) -> None:

@@ -27,3 +27,5 @@ def test_the_same_bits_in_any_company(tmp_path: Path, arch: str, dtype: torch.dt
     for company, drawn in found.items():
         for name in alone:
             assert drawn[name] == alone[name], (company, name)
+    assert sampler._decode is not None
+    assert not any(key.beside for key in sampler._decode._graphs), "whether they are would depend on the company"

@@ -51,13 +51,15 @@ def test_tiles_cut_each_adapters_rows() -> None:
     for name, rank in (("a", 4), ("b", 8), ("c", 16)):
         bank.create(name, LoraConfig(rank=rank, seed=0))
         rows[name] = RowRef(rank_class=bank[name].rank_class, slot=bank[name].work)
-    found = decode.tiles([(0, 20, rows["a"]), (20, 36, rows["b"]), (40, 41, rows["c"])], bank, 16)
+    segments = [(0, 20, rows["a"]), (20, 36, rows["b"]), (40, 41, rows["c"])]
 
     def scale(rank: int) -> int:
         return int(np.float32(SCALE_NUMERATOR / rank).view(np.int32))
 
     a, b, c = (rows[name].slot for name in "abc")
-    assert found == {
-        8: [(0, 16, a, scale(4)), (16, 20, a, scale(4)), (20, 36, b, scale(8))],
-        16: [(40, 41, c, scale(16))],
-    }
+    for places in (None, {rows["a"]: 0, rows["b"]: 16, rows["c"]: 32}):
+        at_b, at_c = (16, 32) if places else (0, 0)
+        assert decode.tiles(segments, bank, 16, places) == {
+            8: [(0, 16, a, scale(4), 0), (16, 20, a, scale(4), 0), (20, 36, b, scale(8), at_b)],
+            16: [(40, 41, c, scale(16), at_c)],
+        }
