@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -148,24 +149,34 @@ class BaseModel:
             self.compiled = self.head.compiled = False
         else:
             logger.info("%s compiled in %.0f s", self.facts.name, time.monotonic() - start)
+        self._note_activations()
         if not layers:  # only compiled ones need it in every pass: theirs are the two graphs that were just made
             asking.remove()
 
-    def _warm_up_pass(self) -> None:
+    def _warm_up_trunk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens [T], hidden states [T, D])"""
         pass_, lora = Pass(seq_lens=(WARM_UP_TOKENS,)), LoraPass(segments=(), slabs={})
         positions_T = torch.arange(WARM_UP_TOKENS, device=self.device)
         tokens_T = positions_T % self.facts.vocab_size
-        before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-        hidden_TD = self._trunk(tokens_T, positions_T, pass_, lora)
-        if hidden_TD.requires_grad and self.device.type == "cuda":
-            self._note_activations(torch.cuda.memory_allocated(self.device) - before)
+        return tokens_T, self._trunk(tokens_T, positions_T, pass_, lora)
+
+    def _warm_up_pass(self) -> None:
+        tokens_T, hidden_TD = self._warm_up_trunk()
         head = self.head.logprobs(hidden_TD, tokens_T[:, None], None, loss=lambda _, logprobs_CK: -logprobs_CK)
         if hidden_TD.requires_grad:
             hidden_TD.backward(head.dhidden_TD)
 
-    def _note_activations(self, num_bytes: int) -> None:
-        """``num_bytes``: what the warm-up pass kept. It has no adapters, for which plain layers keep the inputs of
-        their products besides (compiled ones always do)."""
+    def _note_activations(self) -> None:
+        """By what a pass keeps when everything has been compiled. It has no adapters, for which plain layers keep the
+        inputs of their products besides (compiled ones always do)."""
+        if self.device.type != "cuda":
+            return
+        gc.collect()  # what is freed meanwhile would count against what is kept
+        before = torch.cuda.memory_allocated(self.device)
+        with torch.enable_grad(), torch._inductor.config.patch(size_asserts=False):
+            kept = self._warm_up_trunk()
+        num_bytes = torch.cuda.memory_allocated(self.device) - before
+        del kept
         num_layers, hidden_size = len(self.layers), self.head.weight_VD.shape[1]
         if not self.compiled:
             linears = [m for m in self.network.modules() if isinstance(m, MultiLoraLinear)]

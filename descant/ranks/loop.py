@@ -9,6 +9,7 @@ hand plain host tensors over and compute nothing. An exception in a turn fails w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -78,6 +79,11 @@ from descant.types import (
 )
 
 log = logging.getLogger(__name__)
+
+QUIET_S = 0.0005
+"""A rank with nothing to do waits until nothing more has come for so long …"""
+BURST_S = 0.004
+"""… but no longer than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,8 +283,13 @@ class TurnLoop:
             message = self._inbox.get(timeout=self._executor.idle_s)
         except queue.Empty:
             self._executor.idle()
-        else:
-            self._take(message)
+            return
+        self._take(message)
+        # Requests come in bursts. A pass of the first alone would keep all others waiting for as long as one of all.
+        until = self._seconds() + BURST_S
+        with contextlib.suppress(queue.Empty):
+            while not self._stopped and self._seconds() < until:
+                self._take(self._inbox.get(timeout=QUIET_S))
 
     # ------------------------------------------------------------------------------------------------ messages
     def _take_messages(self) -> None:

@@ -39,7 +39,7 @@ SETTINGS = RankSettings(
     max_adapter_bytes=1 << 28,
 )
 NOTICED_S = 5.0
-BUILD = RankSpec(model="").build
+BUILD = RankSpec(model="", settings=SETTINGS).build
 
 
 @pytest.fixture(scope="module")
