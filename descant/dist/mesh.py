@@ -165,11 +165,13 @@ class Group:
     def _wait(self, work: dist.Work, identity: str, limit: float) -> None:
         began = time.monotonic()
         while True:
+            # Asked before: a call may end well between the end of a slice and the question.
+            completed = work.is_completed()
             try:
                 work.wait(_SLICE)
                 return
             except Exception as error:
-                if work.is_completed():  # it failed; otherwise only the slice has ended, and the call goes on
+                if completed:  # it failed; otherwise only the slice has ended, or the next one tells
                     self._member.collective_failed(identity, error)
             self._member.raise_if_failed()
             waited = time.monotonic() - began

@@ -102,12 +102,14 @@ async def story(replica: Replica, directory: Path) -> Record:
     return record
 
 
-def assert_alike(several: Record, alone: Record) -> None:
-    """To 1e-4 of the largest, in float32; greedy samples have the same tokens."""
+def assert_alike(several: Record, alone: Record, *, logprobs: float = 1e-4) -> None:
+    """To 1e-4 of the largest, in float32; greedy samples have the same tokens. ``logprobs``: the bound for
+    log-probabilities. The first steps move a weight by its gradient's sign, however small the gradient is, so that
+    what other kernels round otherwise comes back larger."""
     assert several.losses == pytest.approx(alone.losses, rel=1e-4)
     assert several.norms == pytest.approx(alone.norms, rel=1e-4)
     apart = _furthest(several.logprobs, alone.logprobs)
-    assert apart < 1e-4, f"log-probabilities are {apart:.1e} apart"
+    assert apart < logprobs, f"log-probabilities are {apart:.1e} apart"
     assert several.gradients.keys() == alone.gradients.keys()
     largest = max(float(np.abs(gradient).max()) for gradient in alone.gradients.values())
     apart = _furthest(*(list(one.gradients.values()) for one in (several, alone)))

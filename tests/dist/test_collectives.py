@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
 import pytest
 
-from descant.dist.mesh import axis_table
+from descant.dist.failure import DistributedFailure
+from descant.dist.mesh import Group, axis_table
 from descant.dist.point import LAST_RESORT_EXIT_CODE
 from descant.testing.gloo import Zygote
 from tests.dist.test_agreement import failures, slowest
@@ -129,3 +134,31 @@ def test_death_while_groups_are_made(gloo_ranks: Zygote):
 def test_fsdp2_on_a_group_of_the_mesh(gloo_ranks: Zygote):
     run = gloo_ranks.run(HERE + "sharded", 2)
     assert [outcome.value for outcome in run.outcomes] == [0.0, 0.0], run
+
+
+class _Call:
+    """A collective that ends while nobody waits: after the first slice has ended, before anything else is asked."""
+
+    def __init__(self, error: str | None):
+        self.error, self.slices = error, 0
+
+    def is_completed(self) -> bool:
+        return self.slices > 0
+
+    def wait(self, timeout: timedelta) -> None:
+        self.slices += 1
+        if self.slices == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+
+def test_a_call_that_ends_just_behind_a_slice_has_ended_as_it_says():
+    def failed(identity: str, error: Exception) -> NoReturn:
+        raise DistributedFailure(culprits=[0], where=identity, cause=str(error))
+
+    member = SimpleNamespace(raise_if_failed=lambda: None, collective_failed=failed)
+    group = cast(Group, SimpleNamespace(_member=member))
+    Group._wait(group, cast(Any, _Call(None)), "turn broadcast", 1.0)
+    with pytest.raises(DistributedFailure, match="closed by peer"):
+        Group._wait(group, cast(Any, _Call("closed by peer")), "turn broadcast", 1.0)

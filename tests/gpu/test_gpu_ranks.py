@@ -71,7 +71,8 @@ async def test_two_devices_give_the_numbers_of_one(tiny: Path, tmp_path: Path) -
     async with ranks(tiny, 2) as replica:
         assert_alike(await story(replica, tmp_path / "two"), alone)
     async with ranks(tiny, 2, shard_base=True) as replica:
-        assert_alike(await story(replica, tmp_path / "sharded"), alone)
+        # Its products are not joined, so other kernels round otherwise: 3e-7 of the weights come to 9e-5 here.
+        assert_alike(await story(replica, tmp_path / "sharded"), alone, logprobs=1e-3)
 
 
 async def test_a_base_that_is_too_large_for_one_rank_is_served_by_two(tmp_path: Path) -> None:
