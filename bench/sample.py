@@ -275,7 +275,7 @@ def main() -> None:
             row["to_generate"] = found["tokens_per_s"] / float(rows[0]["tokens_per_s"])  # type: ignore[arg-type]
         rows.append(row)
         print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in row.items()}, flush=True)
-        if options.profile and count in (0, 8):
+        if options.profile:
             from torch.profiler import ProfilerActivity, profile
 
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
