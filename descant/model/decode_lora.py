@@ -239,9 +239,9 @@ def add(
 
 
 def _expand_sizes(rank: int, parts: int, tile_rows: int) -> tuple[int, int]:
-    """Output features of a program, and its warps. Each program adds up the parts for itself, so where there are several
-    it is to have many features: 52 → 30 µs for 64 adapters of rank 16 over 19,456 features on an H200 (and 24 with half
-    the parts)."""
+    """Output features of a program, and its warps. Each program adds up the parts for itself, so where there are
+    several it is to have many features: 52 → 30 µs for 64 adapters of rank 16 over 19,456 features on an H200 (and 24
+    with half the parts)."""
     if parts > 1 and tile_rows == TILE_ROWS and rank <= 32:
         return (512 if rank <= 16 else 256), 8
     return (128 if rank <= 64 else 64), 4
