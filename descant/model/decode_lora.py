@@ -14,9 +14,8 @@ Legend: N rows, I in, O out, H spare rows, R rank class, C tiles, P parts, S sit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -24,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from descant.model.decode import TILE_ROWS, TileClass
+from descant.model.launch import Kernel
 
 MAX_SITES = 3
 MAX_PARTS = 16
@@ -209,32 +209,20 @@ def add(
     h_NH: torch.Tensor | None,
 ) -> None:
     """One class of ``decode.add_adapters``. ``offsets_S2``: of this product's sites."""
-    num_sites, rank = len(widths), adapters.rank_class
-    options = _options(adapters, x_NI)
+    num_sites, parts, site_columns = len(widths), 1, 0
     if h_NH is None:
-        h = _intermediates(x_NI, sum(widths), adapters, offsets_S2, options)
-        parts, site_columns = h.shape[1], 0
+        h = _intermediates(x_NI, sum(widths), adapters, offsets_S2)
+        parts = h.shape[1]
     else:
         assert h_NH.stride() == y_NO.stride()
-        h, parts, site_columns = h_NH, 1, h_NH.shape[1] // num_sites
-    block_o, num_warps = _expand_sizes(rank, parts, adapters.tile_rows)
-    _expand[(sum(triton.cdiv(width, block_o) for width in widths), len(adapters.tiles_C5))](
-        h,
-        adapters.slab,
-        offsets_S2,
-        adapters.tiles_C5,
-        y_NO,
-        parts,
-        len(x_NI),
-        adapters.row,
-        y_NO.stride(0),
-        *widths,
-        *[0] * (MAX_SITES - num_sites),
-        BLOCK_O=block_o,
-        PARTS=triton.next_power_of_2(parts),
-        SITE_COLUMNS=site_columns,
-        num_stages=1,
-        **{**options, "num_warps": num_warps},
+        h, site_columns = h_NH, h_NH.shape[1] // num_sites
+    block_o, num_warps = _expand_sizes(adapters.rank_class, parts, adapters.tile_rows)
+    early, (r, block_r, *options) = _begins_early(x_NI.device), _constants(adapters, x_NI)
+    _kernel("expand", num_warps, early)(
+        (sum(-(-width // block_o) for width in widths), len(adapters.tiles_C5)),
+        (h, adapters.slab, offsets_S2, adapters.tiles_C5, y_NO),
+        (parts, len(x_NI), adapters.row, y_NO.stride(0), *widths, *(0,) * (MAX_SITES - num_sites)),
+        (r, block_r, block_o, triton.next_power_of_2(parts), site_columns, *options, early),
     )
 
 
@@ -247,9 +235,7 @@ def _expand_sizes(rank: int, parts: int, tile_rows: int) -> tuple[int, int]:
     return (128 if rank <= 64 else 64), 4
 
 
-def _intermediates(
-    x_NI: torch.Tensor, num_out: int, adapters: TileClass, offsets_S2: torch.Tensor, options: Mapping[str, Any]
-) -> torch.Tensor:
+def _intermediates(x_NI: torch.Tensor, num_out: int, adapters: TileClass, offsets_S2: torch.Tensor) -> torch.Tensor:
     """float32 [S, P, N, R], for a product with so many outputs; rows in no tile hold anything."""
     if x_NI.stride(1) != 1:
         x_NI = x_NI.contiguous()
@@ -257,45 +243,34 @@ def _intermediates(
     rank = adapters.rank_class
     # A few rows do not fill the device unless their input is computed in parts, which every program of ``_expand`` adds
     # up: fewer where there are many of those.
-    most = 1
-    if adapters.tile_rows == TILE_ROWS:
-        most = min(MAX_PARTS if num_out <= MANY_OUTPUTS else MAX_PARTS // 2, PART_NUMBERS // rank)
+    few = adapters.tile_rows == TILE_ROWS
+    most = min(MAX_PARTS if num_out <= MANY_OUTPUTS else MAX_PARTS // 2, PART_NUMBERS // rank) if few else 1
     part = 128
-    while triton.cdiv(num_in, part) > most:
+    while -(-num_in // part) > most:
         part *= 2
     if x_NI.dtype == torch.float32:
         block_i = 128 if rank <= 32 else max(16, 4096 // rank)
     else:
-        block_i = min(256, part) if rank <= 16 else 128 if rank <= 32 else 64
-    parts = triton.cdiv(num_in, part)
+        block_i = min(256, part) if rank <= 16 and few else 128 if rank <= 32 else 64
+    parts = -(-num_in // part)
     h_SPNR = x_NI.new_empty(num_sites, parts, num_rows, rank, dtype=torch.float32)
-    _shrink[(parts, num_sites, len(adapters.tiles_C5))](
-        x_NI,
-        adapters.slab,
-        offsets_S2,
-        adapters.tiles_C5,
-        h_SPNR,
-        num_in,
-        num_rows,
-        adapters.row,
-        x_NI.stride(0),
-        BLOCK_I=block_i,
-        PART=part,
-        num_stages=3,
-        **options,
+    early, (r, block_r, *options) = _begins_early(x_NI.device), _constants(adapters, x_NI)
+    _kernel("shrink", 4, early)(
+        (parts, num_sites, len(adapters.tiles_C5)),
+        (x_NI, adapters.slab, offsets_S2, adapters.tiles_C5, h_SPNR),
+        (num_in, num_rows, adapters.row, x_NI.stride(0)),
+        (r, block_r, block_i, part, *options, early),
     )
     return h_SPNR
 
 
-def _options(adapters: TileClass, x_NI: torch.Tensor) -> dict[str, Any]:
-    """What both kernels are compiled and launched with."""
-    early = _begins_early(x_NI.device)
-    return {
-        "R": adapters.rank_class,
-        "BLOCK_R": max(16, adapters.rank_class),
-        "ROWS": adapters.tile_rows,
-        "IEEE": x_NI.dtype == torch.float32,
-        "EARLY": early,
-        "num_warps": 4,
-        **({"launch_pdl": True} if early else {}),
-    }
+def _constants(adapters: TileClass, x_NI: torch.Tensor) -> tuple[int, int, int, bool]:
+    """R, BLOCK_R, ROWS and IEEE of both kernels."""
+    rank = adapters.rank_class
+    return rank, max(16, rank), adapters.tile_rows, x_NI.dtype == torch.float32
+
+
+@cache
+def _kernel(name: str, num_warps: int, early: bool) -> Kernel:
+    function, num_stages = (_shrink, 3) if name == "shrink" else (_expand, 1)
+    return Kernel(function, num_warps=num_warps, num_stages=num_stages, begins_early=early)
