@@ -27,11 +27,15 @@ from descant.testing.shapes import SHAPES
 ROUNDS = 5
 
 
-def tenants(model: BaseModel, count: int, options: argparse.Namespace) -> Tenants:
-    """``count`` adapters, each with its share of the pass's tokens in sequences of ``--length``."""
+PASSES = 4
+"""Of a large request."""
+
+
+def tenants(model: BaseModel, count: int, options: argparse.Namespace, *, passes: int = 1) -> Tenants:
+    """``count`` adapters, each with its share of the tokens of ``passes`` in sequences of ``--length``."""
     share = options.tokens // count
     lengths = [min(options.length, share - start) for start in range(0, share, options.length)]
-    return Tenants(model, [lengths] * count, ranks=[options.rank])
+    return Tenants(model, [lengths * passes] * count, ranks=[options.rank])
 
 
 def set_mode(model: BaseModel, mode: str) -> None:
@@ -75,12 +79,12 @@ def main() -> None:
     print(f"{card}, torch {torch.__version__}, {model.dtype}, matrix rate {rate / 1e12:.1f} TFLOP/s", flush=True)
 
     rows = []
-    one = tenants(model, 1, options)
+    one, large = tenants(model, 1, options), tenants(model, 1, options, passes=PASSES)
     for mode in options.modes:
         set_mode(model, mode)
         for count in options.tenants:
             many = tenants(model, count, options)
-            rows += measure(one, many, options, mode, rate)
+            rows += measure(one, large, many, options, mode, rate)
             many.delete()
     # Last: once the profiler has run, every launch of this process is slower.
     for mode in options.modes if options.profile else ():
@@ -96,10 +100,13 @@ def main() -> None:
         )
 
 
-def measure(one: Tenants, many: Tenants, options: argparse.Namespace, mode: str, rate: float) -> list[dict[str, Any]]:
-    model, count, tokens = one.model, len(many.commands), options.tokens
+def measure(
+    one: Tenants, large: Tenants, many: Tenants, options: argparse.Namespace, mode: str, rate: float
+) -> list[dict[str, Any]]:
+    model, count = one.model, len(many.commands)
     work: dict[str, Callable[[], object]] = {
         "one tenant": lambda: (one.packed(), one.clear()),
+        "one tenant, a request of several passes": lambda: (large.in_passes(options.tokens), large.clear()),
         "packed": lambda: (many.packed(), many.clear()),
     }
     if options.alone:
@@ -108,9 +115,9 @@ def measure(one: Tenants, many: Tenants, options: argparse.Namespace, mode: str,
         torch.cuda.reset_peak_memory_stats()
     seconds = medians(alternate(work, model.device, rounds=ROUNDS, warm_up=2))
     rows: list[dict[str, Any]] = []
-    for name, run in (("one tenant", one), ("packed", many)):
+    for name, run in zip(work, (one, large, many)):
         fraction = run.flops() / seconds[name] / rate
-        rows.append({"what": name, "tokens_per_s": tokens / seconds[name], "fraction_of_limit": fraction})
+        rows.append({"what": name, "tokens_per_s": run.tokens / seconds[name], "fraction_of_limit": fraction})
     rows.append({"what": "tax against one tenant", "ratio": seconds["packed"] / seconds["one tenant"]})
     if options.alone:
         gain = seconds["one adapter a pass"] / seconds["packed"]

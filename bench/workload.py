@@ -91,6 +91,22 @@ class Tenants:
         for request in requests:
             self.learner.close(request)
 
+    def in_passes(self, tokens: int) -> None:
+        """Requests of several passes, each of so many tokens: the device need not wait between them."""
+        requests = [self.learner.open(command) for command in self.commands]
+        parts: list[Part] = []
+        room = tokens
+        for request, sizes in zip(requests, self.lengths, strict=True):
+            for index, size in enumerate(sizes):
+                if parts and size > room:
+                    self.learner.run(parts)
+                    parts, room = [], tokens
+                parts.append(Part(request=request, datum=index))
+                room -= size
+        self.learner.run(parts)
+        for request in requests:
+            self.learner.close(request)
+
     def one_adapter_a_pass(self) -> None:
         for command in self.commands:
             request = self.learner.open(command)

@@ -89,6 +89,8 @@ class _Request:
     passes: Passes = field(default_factory=Passes)
     done: list[tuple[int, ...]] = field(default_factory=list)
     """The datums of each pass that is in its gradient."""
+    launched: set[int] = field(default_factory=set)
+    """The datums that have been in a pass, which the device may still be busy with."""
     losses: dict[int, float] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     largest: float | None = None
@@ -97,6 +99,20 @@ class _Request:
 
     def __str__(self) -> str:
         return f"forward_backward with seq_id {self.command.seq_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flight:
+    """A pass that the device may still be busy with. ``results``: on the host, float32: losses [P], log-probabilities
+    [P, K], and the largest magnitudes in the gradients of ``complete``, once ``done``."""
+
+    packed: Packed
+    opened: Mapping[RequestKey, _Request]
+    results: torch.Tensor
+    done: torch.cuda.Event | None
+    complete: tuple[RequestKey, ...]
+    began: float
+    flops: float
 
 
 class Learner:
@@ -123,6 +139,10 @@ class Learner:
         self._matrix_rate = matrix_rate
         self._arithmetic = Arithmetic.of(model)
         self._open: dict[RequestKey, _Request] = {}
+        self._flies = model.device.type == "cuda"
+        """Whether a pass is looked at only when the next has been launched, or somebody asks for it."""
+        self._flight: _Flight | None = None
+        self._landed_at = -math.inf
         self._gradients_touched = False
         """Whether the pass that runs, or ran last, has begun to write into gradient rows."""
         self._bounds: dict[str, float] = {}
@@ -165,6 +185,9 @@ class Learner:
         parts: what fails alone fails its request, whose ``close`` says so, and the others' gradients are whole (with
         the last bits of smaller passes).
 
+        On CUDA it returns when the pass is launched, and has then waited for the one before: what the host does for a
+        pass, the device need not wait for.
+
         Where the base's layers are sharded, all ranks run all layers alike: ``backward`` says whether any rank's pass
         goes backward now, a rank without datums makes an empty pass, and an exception is raised, since the others wait
         in the middle of theirs."""
@@ -180,6 +203,8 @@ class Learner:
     def contributions(self, requests: Sequence[RequestKey]) -> dict[RequestKey, Contribution]:
         """What this rank has of open requests, their gradients checked; changes nothing. Where several ranks share
         them, each is given all of theirs when it closes a request."""
+        if requests:
+            self._land()
         self._look_at([opened for request in requests if (opened := self._open[request]).largest is None])
         contributions = {}
         for request in requests:
@@ -474,6 +499,7 @@ class Learner:
         failure = self._attempt(items, backward=backward)
         if failure is None:
             return
+        self._land()
         # Out here nothing holds the activations of the pass any more, as the exception's traceback did.
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -505,22 +531,41 @@ class Learner:
         began = self._seconds()
         try:
             packed = pack(items, self._model.device, share=self._share_prefixes)
-            loss_P, logprobs_PK, magnitudes = self._forward_backward(packed, backward=backward)
+            flight = self._launch(packed, began, backward=backward)
         except Exception as error:
             # The exception itself is not kept: its traceback holds the activations of the pass.
             if self._model.sharded:
                 raise
             logger.exception("a pass of %d datums failed", len(items))
             return _what(error)
-        seconds = self._seconds() - began
+        for item in packed.items:
+            self._open[item.request].launched.add(item.index)
+        self._land()
+        self._flight = flight
+        if not self._flies:
+            self._land()
+        return None
+
+    def _land(self) -> None:
+        """Waits for the pass that was launched last, and takes what came of it."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        if flight.done is not None:
+            flight.done.synchronize()
+        packed, results, num_places = flight.packed, flight.results.numpy(), len(flight.packed.targets_PK)
+        loss_P, chosen, rest = np.split(results, np.cumsum([num_places, packed.targets_PK.numel()]))
+        magnitudes = dict(zip(flight.complete, rest.tolist(), strict=True))
+        now = self._seconds()
+        seconds, self._landed_at = now - max(flight.began, self._landed_at), now
         by_request: dict[RequestKey, list[int]] = {}
         for number, item in enumerate(packed.items):
             by_request.setdefault(item.request, []).append(number)
-        adapters, flops = len({item.row for item in packed.items}), self._flops(packed)
+        adapters, flops = len({item.row for item in packed.items}), flight.flops
         memory_bytes = peak_bytes(self._model.device)  # on CUDA torch takes a tenth of a millisecond to say
-        outputs = unpack(packed, logprobs_PK)
+        outputs = unpack(packed, chosen.reshape(packed.targets_PK.shape))
         for request, numbers in by_request.items():
-            opened = self._open[request]
+            opened = flight.opened[request]
             for number in numbers:
                 item, loss_L = packed.items[number], loss_P[packed.places[number]]
                 opened.losses[item.index] = loss = float(loss_L.sum(dtype=np.float64))
@@ -537,7 +582,6 @@ class Learner:
             passes.all_flops += flops
             passes.adapters = max(passes.adapters, adapters)
             passes.memory_bytes = memory_bytes
-        return None
 
     def _flops(self, packed: Packed) -> float:
         flops, arithmetic = 0.0, self._arithmetic
@@ -546,13 +590,9 @@ class Learner:
             flops += arithmetic.flops(tokens, lora_params * tokens, square, backward=item.gradient is not None)
         return flops
 
-    def _forward_backward(
-        self, packed: Packed, *, backward: bool
-    ) -> tuple[np.ndarray, np.ndarray, dict[RequestKey, float]]:
-        """float32 loss [P], NaN where it or its derivative is not finite, log-probabilities [P, K], and the largest
-        magnitudes in the gradients of those requests that are complete with this pass. Gradients have gone into the
-        segments' rows. ``backward``: the layers' backward runs, even if no segment wants a gradient. The device is
-        waited for once, at the end."""
+    def _launch(self, packed: Packed, began: float, *, backward: bool) -> _Flight:
+        """Losses are NaN where they or their derivatives are not finite. Gradients go into the segments' rows.
+        ``backward``: the layers' backward runs, even if no segment wants a gradient. The device is not waited for."""
         through_layers, backward = backward, backward or any(s.gradient is not None for s in packed.segments)
         loss_P = torch.zeros(len(packed.targets_PK), dtype=torch.float32, device=self._model.device)
         with torch.set_grad_enabled(backward):
@@ -579,9 +619,19 @@ class Learner:
             complete = self._complete_with(packed.items)
             rows = self._gradient_rows(list(complete.values()))
             magnitudes = [largest(rows)] if rows else []
-            results = torch.cat([loss_P, head.logprobs_PK.flatten(), *magnitudes]).cpu().numpy()
-        loss, chosen, rest = np.split(results, np.cumsum([loss_P.numel(), head.logprobs_PK.numel()]))
-        return loss, chosen.reshape(head.logprobs_PK.shape), dict(zip(complete, rest.tolist(), strict=True))
+            results, done = torch.cat([loss_P, head.logprobs_PK.flatten(), *magnitudes]), None
+            if results.is_cuda:
+                results = torch.empty(results.shape, pin_memory=True).copy_(results, non_blocking=True)
+                done = torch.cuda.current_stream().record_event()
+        return _Flight(
+            packed=packed,
+            opened={item.request: self._open[item.request] for item in packed.items},
+            results=results,
+            done=done,
+            complete=tuple(complete),
+            began=began,
+            flops=self._flops(packed),
+        )
 
     def _complete_with(self, items: Sequence[Item]) -> dict[RequestKey, _Request]:
         """The requests with a gradient of whose datums none is missing when these are done."""
@@ -592,7 +642,7 @@ class Learner:
         return {
             request: opened
             for request, opened in opened.items()
-            if opened.gradient is not None and len(done[request] | opened.losses.keys()) == len(opened.command.data)
+            if opened.gradient is not None and len(done[request] | opened.launched) == len(opened.command.data)
         }
 
     def _logprobs_of_sequence_losses(

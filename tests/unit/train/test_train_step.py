@@ -98,6 +98,46 @@ def test_cut_into_microbatches_equals_whole(studio: Studio) -> None:
     assert distance(studio.gradient("a"), whole) <= 1e-5
 
 
+def test_a_pass_is_looked_at_when_the_next_is_launched_or_somebody_asks(studio: Studio) -> None:
+    studio.create("a")
+    studio.create("b")
+    commands = [studio.command(name, *(datum(3 + index, index) for index in range(4))) for name in "ab"]
+    want = [studio.run(command)[0] for command in commands]
+    gradients = [studio.gradient(name) for name in "ab"]
+    for name in "ab":
+        studio.step(name, AdamParams(learning_rate=0.0))
+
+    studio.learner._flies = True
+    requests = [studio.learner.open(command) for command in commands]
+    known = []
+    for index in range(4):
+        studio.learner.run([Part(request=request, datum=index) for request in requests])
+        known.append([len(studio.learner._open[request].losses) for request in requests])
+    assert known == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    got = [studio.learner.close(request) for request in requests]
+    for output, whole in zip(got, want, strict=True):
+        assert output.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-6)
+        assert output.metrics["microbatches:sum"] == 4
+        for ours, theirs in zip(output.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
+            np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], rtol=0, atol=1e-5)
+    for name, gradient in zip("ab", gradients, strict=True):
+        assert distance(studio.gradient(name), gradient) <= 1e-5
+
+
+def test_a_request_that_is_abandoned_with_its_pass_under_way_leaves_nothing(studio: Studio) -> None:
+    studio.create("a")
+    studio.learner._flies = True
+    command = studio.command("a", datum(5, 0), datum(6, 1))
+    request = studio.learner.open(command)
+    studio.learner.run([Part(request=request, datum=0)])
+    studio.learner.abandon(request)
+    with pytest.raises(UserError, match="was abandoned"):
+        studio.step("a")
+    [output] = studio.run(command)
+    assert output.metrics["microbatches:sum"] == 1
+    assert studio.gradient("a").count_nonzero() > 0
+
+
 def test_shared_pass_equals_one_adapter_at_a_time(studio: Studio) -> None:
     models = [
         studio.create(f"m{number}", rank, seed=number, **flags)
