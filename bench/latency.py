@@ -1,6 +1,6 @@
 """What training costs whoever samples beside it, and how soon new weights are sampled. Through a rank's turn loop.
 
-    python bench/latency.py [--shape tiny] [--sequences 8] [--tokens 60] [--microbatch-tokens 2048]
+    python bench/latency.py [gaps] [update] [--shape tiny] [--sequences 8] [--tokens 60] [--microbatch-tokens 2048]
                             [--update-sequences 64] [--rounds 7] [--threads N] [--json FILE]
 
 ``gaps``: milliseconds between two tokens of one sequence, all of ``--sequences``, idle and while another tenant trains
@@ -329,6 +329,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="gaps, update; default: both")
     parser.add_argument("--shape", choices=["tiny", *SHAPES], default="tiny")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -363,6 +364,8 @@ def main() -> None:
     print(f"{card}, torch {torch.__version__}, {options.shape}, {model.dtype}", flush=True)
     found = {}
     for name, measure in (("gaps", gaps_beside_training), ("update", weights_that_follow)):
+        if options.names and name not in options.names:
+            continue
         found[name] = measure(desk, worker, options)
         print(name, {key: round(value, 3) for key, value in found[name].items()}, flush=True)
     desk.close()
