@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=60)
-    parser.add_argument("--microbatch-tokens", type=int, default=RankSettings().microbatch_tokens)
+    parser.add_argument("--microbatch-tokens", type=int, help="default: as a rank chooses")
     parser.add_argument("--update-sequences", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int)
@@ -357,6 +357,7 @@ def main() -> None:
         model = load_model(ModelSource(name=options.shape, directory=directory), device=device)
     options.context = model.facts.max_context_length
     worker = Timed(Worker(model, settings))
+    options.microbatch_tokens = worker.microbatch_tokens
     gc.collect()
     gc.freeze()  # as a rank does
     desk = Desk(worker, settings)
