@@ -143,8 +143,8 @@ class _Run:
                     end=s.end - self.start,
                     rank=s.rank_class,
                     scale=s.scale,
-                    work=s.slabs.work_SP[s.work],
-                    gradient=None if s.gradient is None else s.slabs.gradient_SP[s.gradient],
+                    work=_address(s.slabs.work_SP, s.work),
+                    gradient=None if s.gradient is None else _address(s.slabs.gradient_SP, s.gradient),
                 )
                 for s in self.segments
             ]
@@ -196,6 +196,10 @@ class _GroupTensors:
             first_gradient=gradients[0] if gradients else 0,
             gradient_step=_step(gradients) if len(gradients) == len(segments) else None,
         )
+
+
+def _address(slab_SP: torch.Tensor, slot: int) -> int:
+    return slab_SP.data_ptr() + slot * slab_SP.shape[1] * slab_SP.itemsize
 
 
 def _step(slots: Sequence[int]) -> int | None:

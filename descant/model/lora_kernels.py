@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -336,16 +337,15 @@ def _ranks(tiles: Tiles) -> tuple[int, int]:
     return tiles.rank, max(16, tiles.rank)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileSegment:
-    """Tokens ``start:end`` of one adapter, with rows [row] of its rank class."""
+class TileSegment(NamedTuple):
+    """Tokens ``start:end`` of one adapter, its rank class, and the addresses of its rows."""
 
     start: int
     end: int
     rank: int
     scale: float
-    work: torch.Tensor
-    gradient: torch.Tensor | None
+    work: int
+    gradient: int | None
 
 
 def make_tiles(segments: Sequence[TileSegment], num_tokens: int, device: torch.device) -> Tiles:
@@ -355,11 +355,9 @@ def make_tiles(segments: Sequence[TileSegment], num_tokens: int, device: torch.d
         bare += _pieces(end, segment.start, TILE_TOKENS)
         end = segment.end
         kind = segment.rank | int(np.float32(segment.scale).view(np.int32)) << 32
-        work, gradient = segment.work.data_ptr(), segment.gradient
-        own += [(*piece, work, kind) for piece in _pieces(segment.start, end, TILE_TOKENS)]
-        if gradient is not None:
-            address = gradient.data_ptr()
-            spans += [(*piece, address, kind) for piece in _pieces(segment.start, end, SPAN_TOKENS)]
+        own += [(*piece, segment.work, kind) for piece in _pieces(segment.start, end, TILE_TOKENS)]
+        if segment.gradient is not None:
+            spans += [(*piece, segment.gradient, kind) for piece in _pieces(segment.start, end, SPAN_TOKENS)]
     bare += _pieces(end, num_tokens, TILE_TOKENS)
     tiles = [*own, *((*piece, 0, 0) for piece in bare)]
     both = to_device(torch.tensor([*tiles, *spans], dtype=torch.int64), device)

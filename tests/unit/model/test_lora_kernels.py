@@ -80,8 +80,8 @@ def tiles_of(pieces: list[Piece], work: dict[int, torch.Tensor], gradients: dict
             end=piece.end,
             rank=piece.rank,
             scale=piece.scale,
-            work=work[piece.rank][piece.slot],
-            gradient=None if piece.gradient is None else gradients[piece.rank][piece.gradient],
+            work=work[piece.rank][piece.slot].data_ptr(),
+            gradient=None if piece.gradient is None else gradients[piece.rank][piece.gradient].data_ptr(),
         )
         for piece in pieces
     ]
