@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 
 RANK_CLASSES = (8, 16, 32, 64, 128, 256)
 
-ALIGN_ELEMENTS = 64
-"""Rows, and the start of every A and B in them, are multiples of this: 128 bytes in bf16, 256 in fp32."""
+ALIGN_FEATURES = 8
+"""Every A and B in a row begins after a multiple of so many features: of 64 elements in the smallest class, which are
+128 bytes in bf16, 256 in fp32."""
 ALIGN_BYTES = 128
 
 FIRST_SLOTS = 4
@@ -105,7 +106,8 @@ def trains(lora: LoraConfig, site: LoraSite) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where each site's A [R, in] and B [out, R] (PEFT's orientation) lie in a row of rank class R, in elements."""
+    """Where each site's A [R, in] and B [out, R] (PEFT's orientation) lie in a row of rank class R, in elements: R
+    times the features that lie before it, which are as many in all classes."""
 
     rank_class: int
     a_offset: tuple[int, ...]
@@ -114,17 +116,19 @@ class Layout:
 
     @staticmethod
     def of(sites: Sequence[LoraSite], rank_class: int) -> Layout:
-        a_offset, b_offset, end = [], [], 0
+        a_offset, b_offset, features = [], [], 0
         for site in sites:
-            a_offset.append(end)
-            end = _aligned(end + rank_class * site.in_features)
-            b_offset.append(end)
-            end = _aligned(end + rank_class * site.out_features)
-        return Layout(rank_class=rank_class, a_offset=tuple(a_offset), b_offset=tuple(b_offset), row=end)
+            a_offset.append(rank_class * features)
+            features += _aligned(site.in_features)
+            b_offset.append(rank_class * features)
+            features += _aligned(site.out_features)
+        return Layout(
+            rank_class=rank_class, a_offset=tuple(a_offset), b_offset=tuple(b_offset), row=rank_class * features
+        )
 
 
-def _aligned(elements: int) -> int:
-    return -(-elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+def _aligned(features: int) -> int:
+    return -(-features // ALIGN_FEATURES) * ALIGN_FEATURES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

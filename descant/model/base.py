@@ -155,7 +155,7 @@ class BaseModel:
 
     def _warm_up_trunk(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [T], hidden states [T, D])"""
-        pass_, lora = Pass(seq_lens=(WARM_UP_TOKENS,)), LoraPass(segments=(), slabs={})
+        pass_, lora = Pass(seq_lens=(WARM_UP_TOKENS,)), LoraPass(segments=())
         positions_T = torch.arange(WARM_UP_TOKENS, device=self.device)
         tokens_T = positions_T % self.facts.vocab_size
         return tokens_T, self._trunk(tokens_T, positions_T, pass_, lora)

@@ -5,11 +5,11 @@ saves x and the rank-wide intermediate only, and adds dA and dB straight into th
 compiled layer it is an operator that knows its pass by a number (``Handles``) and its sites by a tensor, so that one
 graph serves all layers and all passes; the intermediates stay with the pass then.
 
-``_is_grouped`` and ``_Run.narrow`` choose, in one place each, how the segments' products are computed: a loop of plain
-products over views of the slab, one grouped product over all adapters of a run, or on CUDA a kernel of our own
-(``lora_kernels``). The loop is as fast on CPU up to some 16 segments (measured in bf16, 576 → 1536, rank 32: 16
-segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and is for what the grouped product
-does not take.
+``_products`` chooses how the segments' products are computed: a loop of plain products over views of the slab, one
+grouped product over all adapters of a run, or on CUDA a kernel of our own (``lora_kernels``), for all adapters whose
+rank is narrow enough and for tokens without one. The loop is as fast on CPU up to some 16 segments (measured in bf16,
+576 → 1536, rank 32: 16 segments of 16 tokens 617 µs against 575), on CUDA it costs four launches a segment and is for
+what the grouped product does not take.
 Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·NaN would carry one tenant's NaN to all.
 
 In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried up to 300 rows, 1 and
@@ -27,7 +27,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 MAX_GROUPS = 1023
 """The CUDA kernel takes fewer than 1024 groups a call."""
 
+Products = Literal["loop", "grouped", "kernels"]
+
 WITH_SHARED_MEMORY = frozenset({(8, 0), (9, 0), (10, 0)})
 """Capabilities of devices on which the kernels for narrow ranks find the 160 KiB that they need at most."""
 
@@ -54,40 +56,47 @@ MAX_EVEN_TOKENS = 8
 """Longer segments gain nothing from being batched."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
-    """Tokens ``start:end`` with work row ``work``; ``trained[site]`` False: A = B = 0 there, nothing to compute."""
-
-    start: int
-    end: int
-    rank_class: int
-    work: int
-    gradient: int | None
-    scale: float
-    trained: tuple[bool, ...]
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slabs:
     """One rank class: its tensors, and where each site lies in a row."""
 
     work_SP: torch.Tensor
     gradient_SP: torch.Tensor
     layout: Layout
-    has_kernels: bool
-    """Whether the kernels for narrow ranks may be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """Tokens ``start:end`` with row ``work`` of their rank class's ``slabs``; ``trained[site]`` False: A = B = 0 there,
+    nothing to compute."""
+
+    start: int
+    end: int
+    slabs: _Slabs
+    work: int
+    gradient: int | None
+    scale: float
+    trained: tuple[bool, ...]
+
+    @property
+    def rank_class(self) -> int:
+        return self.slabs.layout.rank_class
 
 
 class _Run:
-    """Segments of one rank class with no token between them, relative to the tokens of one call."""
+    """Segments relative to the tokens of one call, and how their products are computed. Through kernels of our own:
+    segments of any classes that are narrow enough, with what lies between them. Else: of one class, with no token
+    between them."""
 
-    def __init__(self, segments: Sequence[_Segment], slabs: _Slabs):
+    def __init__(self, segments: Sequence[_Segment], products: Products, start: int, end: int):
         self.segments = tuple(segments)
-        self.slabs = slabs
-        self.start, self.end = segments[0].start, segments[-1].end
+        self.products = products
+        self.start, self.end = start, end
+        self.slabs = segments[0].slabs
+        """Of all segments, unless they go through our kernels."""
         self._group_tensors: _GroupTensors | None = None
         self._tiles: Tiles | None = None
-        self._narrow: dict[int, Sites | None] = {}
+        self._sites: dict[int, Sites] = {}
         self._is_even: bool | None = None
 
     def trained(self, sites: Sequence[int]) -> bool:
@@ -109,36 +118,37 @@ class _Run:
             )
         return self._is_even
 
-    def narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
-        """Where they lie, if the kernels for narrow ranks serve."""
-        if not self.slabs.has_kernels:
-            return None
-        if sites[0] not in self._narrow:  # a layer's sites are always the same
-            self._narrow[sites[0]] = self._find_narrow(sites, widths)
-        return self._narrow[sites[0]]
+    def places(self, sites: Sequence[int], widths: Sequence[int]) -> Sites:
+        """Where they lie, for our kernels. A layer's sites are always the same."""
+        places = self._sites.get(sites[0])
+        if places is None:
+            from descant.model.lora_kernels import Sites
 
-    def _find_narrow(self, sites: Sequence[int], widths: Sequence[int]) -> Sites | None:
-        layout = self.slabs.layout
-        from descant.model.lora_kernels import MAX_RANK, MAX_SITES, Sites
-
-        if layout.rank_class > MAX_RANK or len(sites) > MAX_SITES:
-            return None
-        return Sites(
-            a_offsets=tuple(layout.a_offset[site] for site in sites),
-            b_offsets=tuple(layout.b_offset[site] for site in sites),
-            widths=tuple(widths),
-            rank=layout.rank_class,
-        )
+            layout = self.slabs.layout
+            places = self._sites[sites[0]] = Sites(
+                a_begins=tuple(layout.a_offset[site] // layout.rank_class for site in sites),
+                b_begins=tuple(layout.b_offset[site] // layout.rank_class for site in sites),
+                widths=tuple(widths),
+            )
+        return places
 
     @property
     def tiles(self) -> Tiles:
         if self._tiles is None:
-            from descant.model.lora_kernels import make_tiles
+            from descant.model.lora_kernels import TileSegment, make_tiles
 
-            self._tiles = make_tiles(
-                [(s.start - self.start, s.end - self.start, s.work, s.scale, s.gradient) for s in self.segments],
-                self.slabs.work_SP.device,
-            )
+            segments = [
+                TileSegment(
+                    start=s.start - self.start,
+                    end=s.end - self.start,
+                    rank=s.rank_class,
+                    scale=s.scale,
+                    work=_address(s.slabs.work_SP, s.work),
+                    gradient=None if s.gradient is None else _address(s.slabs.gradient_SP, s.gradient),
+                )
+                for s in self.segments
+            ]
+            self._tiles = make_tiles(segments, self.end - self.start, self.slabs.work_SP.device)
         return self._tiles
 
     @property
@@ -188,6 +198,10 @@ class _GroupTensors:
         )
 
 
+def _address(slab_SP: torch.Tensor, slot: int) -> int:
+    return slab_SP.data_ptr() + slot * slab_SP.shape[1] * slab_SP.itemsize
+
+
 def _step(slots: Sequence[int]) -> int | None:
     """By which the slots go up, if it is always the same."""
     steps = {after - before for before, after in pairwise(slots)} or {1}
@@ -211,10 +225,9 @@ class LoraPass:
     """
 
     segments: tuple[_Segment, ...]
-    slabs: dict[int, _Slabs]
     products: Literal["auto", "loop", "grouped"] = "auto"
     handle: torch.Tensor = field(init=False, repr=False, compare=False)
-    _ranges: dict[tuple[int, int], tuple[_Run, ...]] = field(default_factory=dict)
+    _ranges: dict[tuple[int, int, Products], tuple[_Run, ...]] = field(default_factory=dict)
     _kept: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,6 +237,7 @@ class LoraPass:
     def of(pass_: Pass, bank: AdapterBank, *, products: Literal["auto", "loop", "grouped"] = "auto") -> LoraPass | None:
         """None when no token of the pass has an adapter. ``products`` other than auto is for comparing the two."""
         segments: list[_Segment] = []
+        slabs: dict[int, _Slabs] = {}
         end = 0
         for index, segment in enumerate(pass_.segments):
             if not end <= segment.start <= segment.end <= pass_.num_tokens:
@@ -233,43 +247,38 @@ class LoraPass:
             end = segment.end
             if segment.start == segment.end:
                 continue
-            lora = bank.lora(segment.row)
+            lora, rank_class = bank.lora(segment.row), segment.row.rank_class
+            if rank_class not in slabs:
+                slabs[rank_class] = _Slabs(
+                    work_SP=bank.work_slab(rank_class),
+                    gradient_SP=bank.gradient_slab(rank_class),
+                    layout=bank.layout(rank_class),
+                )
             segments.append(
                 _Segment(
                     start=segment.start,
                     end=segment.end,
-                    rank_class=segment.row.rank_class,
+                    slabs=slabs[rank_class],
                     work=segment.row.slot,
                     gradient=segment.gradient,
                     scale=SCALE_NUMERATOR / lora.rank,
                     trained=bank.trained(lora),
                 )
             )
-        if not segments:
-            return None
-        slabs = {
-            rank_class: _Slabs(
-                work_SP=bank.work_slab(rank_class),
-                gradient_SP=bank.gradient_slab(rank_class),
-                layout=bank.layout(rank_class),
-                has_kernels=products == "auto" and _has_kernels(bank.work_slab(rank_class).device),
-            )
-            for rank_class in {segment.rank_class for segment in segments}
-        }
-        return LoraPass(segments=tuple(segments), slabs=slabs, products=products)
+        return LoraPass(segments=tuple(segments), products=products) if segments else None
 
-    def runs(self, start: int, num_tokens: int) -> tuple[_Run, ...]:
-        """The segments cut to the stream's tokens ``start:start+num_tokens`` and counted from ``start``."""
-        runs = self._ranges.get((start, num_tokens))
+    def runs(self, start: int, num_tokens: int, products: Products) -> tuple[_Run, ...]:
+        """The segments cut to the stream's tokens ``start:start+num_tokens`` and counted from ``start``. Where our
+        kernels take all of them, one run is all of these tokens."""
+        runs = self._ranges.get((start, num_tokens, products))
         if runs is None:
             cut = [
                 replace(segment, start=max(segment.start - start, 0), end=min(segment.end - start, num_tokens))
                 for segment in self.segments
                 if segment.end > start and segment.start < start + num_tokens
             ]
-            runs = self._ranges[(start, num_tokens)] = tuple(
-                _Run(group, self.slabs[group[0].rank_class]) for group in _adjacent(cut)
-            )
+            runs = tuple(_narrow_and_wide(cut, num_tokens) if products == "kernels" else _adjacent(cut, products))
+            self._ranges[(start, num_tokens, products)] = runs
         return runs
 
     def select(self, indices: Sequence[int]) -> LoraPass | None:
@@ -279,15 +288,10 @@ class LoraPass:
             start, end = bisect_left(indices, segment.start), bisect_left(indices, segment.end)
             if start < end:
                 segments.append(replace(segment, start=start, end=end))
-        return LoraPass(segments=tuple(segments), slabs=self.slabs, products=self.products) if segments else None
+        return LoraPass(segments=tuple(segments), products=self.products) if segments else None
 
     def trained(self, site_index: int) -> bool:
         return any(segment.trained[site_index] for segment in self.segments)
-
-    def whole(self, start: int, num_tokens: int) -> _Run | None:
-        """The run that is all of the stream's tokens ``start:start+num_tokens``."""
-        runs = self.runs(start, num_tokens)
-        return runs[0] if len(runs) == 1 and (runs[0].start, runs[0].end) == (0, num_tokens) else None
 
     def keep(self, sites: list[int], saved: list[torch.Tensor]) -> None:
         """For the backward of a compiled layer. A layer that runs twice is backed out of in reverse."""
@@ -300,7 +304,7 @@ class LoraPass:
 LORA_PASSES: Handles[LoraPass] = Handles()
 
 
-def _adjacent(segments: Sequence[_Segment]) -> list[list[_Segment]]:
+def _adjacent(segments: Sequence[_Segment], products: Literal["loop", "grouped"]) -> list[_Run]:
     groups: list[list[_Segment]] = []
     for segment in segments:
         last = groups[-1] if groups else None
@@ -313,7 +317,22 @@ def _adjacent(segments: Sequence[_Segment]) -> list[list[_Segment]]:
             last.append(segment)
         else:
             groups.append([segment])
-    return groups
+    return [_Run(group, products, group[0].start, group[-1].end) for group in groups]
+
+
+def _narrow_and_wide(segments: Sequence[_Segment], num_tokens: int) -> list[_Run]:
+    from descant.model.lora_kernels import MAX_RANK
+
+    runs: list[_Run] = []
+    for is_narrow, group in groupby(segments, key=lambda segment: segment.rank_class <= MAX_RANK):
+        own = list(group)
+        if not is_narrow:
+            runs += _adjacent(own, "grouped")
+        elif len(own) == len(segments):
+            runs.append(_Run(own, "kernels", 0, num_tokens))
+        else:
+            runs.append(_Run(own, "kernels", own[0].start, own[-1].end))
+    return runs
 
 
 @dataclass(slots=True)
@@ -632,10 +651,10 @@ def lora_linear(
     want_saved: bool = True,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """[T, sum of widths] for the stream's tokens ``start:start+T``, and what the backward needs, where it is wanted.
-    Where one grouped product covers all tokens it comes first, and the base's is added to it where it lies: one pass
-    over y less. ``packed_weight``: the same weight as ``packed`` lays it out."""
-    run = lora.whole(start, len(x_TI))
-    if run is None or not run.trained(sites) or not _is_grouped(lora, run, x_TI, widths):
+    Where one run covers all tokens it comes first, and the base's product is added to it where it lies: one pass over y
+    less. ``packed_weight``: the same weight as ``packed`` lays it out."""
+    run = _whole(x_TI, widths, sites, lora, start)
+    if run is None:
         y_TO = packed.product(x_TI, weight_OI, bias_O, packed_weight)
         ys = y_TO.split(list(widths), dim=1)
         if want_saved:
@@ -660,8 +679,8 @@ def lora_linear_backward(
     want_dx: bool,
 ) -> torch.Tensor | None:
     """dX, where it is wanted; dA and dB go to the gradient rows."""
-    run = lora.whole(start, len(x_TI))
-    if run is None or not run.trained(sites) or not _is_grouped(lora, run, x_TI, widths):
+    run = _whole(x_TI, widths, sites, lora, start)
+    if run is None:
         dx_TI = torch.mm(dy_TO, weight_OI) if want_dx else None
         lora_backward(x_TI, dy_TO.split(list(widths), dim=1), saved, sites, lora, dx_TI=dx_TI, start=start)
         return dx_TI
@@ -682,10 +701,8 @@ def lora_forward(
     widths = [y.shape[1] for y in ys]
     saved = lora_intermediates(x_TI, widths, sites, lora, start=start)
     intermediates = iter(saved)
-    for run in lora.runs(start, len(x_TI)):
-        if not run.trained(sites):
-            continue
-        if _is_grouped(lora, run, x_TI, widths):
+    for run in _runs(x_TI, widths, sites, lora, start):
+        if run.products != "loop":
             additions_TO = _grouped_additions(next(intermediates), sites, widths, run)
             for y_TO, addition_TO in zip(ys, additions_TO.split(widths, dim=1)):
                 y_TO[run.start : run.end].add_(addition_TO)
@@ -693,7 +710,7 @@ def lora_forward(
         for site, y_TO in zip(sites, ys):
             for segment in run.segments:
                 if segment.trained[site]:
-                    _segment_expand(next(intermediates), y_TO, site, run.slabs, segment)
+                    _segment_expand(next(intermediates), y_TO, site, segment)
     return saved
 
 
@@ -704,7 +721,7 @@ def lora_add(
     product a side instead of two calls a segment (8 adapters, 576 → 1536, rank 16: 155 against 347 µs): in bf16 with
     the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays. (Most models'
     decode steps take ``wide`` instead.)"""
-    runs = lora.runs(start, len(x_TI))
+    runs = _runs(x_TI, [y.shape[1] for y in ys], sites, lora, start)
     if not all(_is_batched(lora, run, x_TI, sites) for run in runs):
         lora_forward(x_TI, ys, sites, lora, start=start)
         return
@@ -737,15 +754,13 @@ def lora_intermediates(
 ) -> list[torch.Tensor]:
     """The first half of ``lora_forward``, and what it returns (a backward over fewer tokens computes it again)."""
     saved: list[torch.Tensor] = []
-    for run in lora.runs(start, len(x_TI)):
-        if not run.trained(sites):
-            continue
-        if _is_grouped(lora, run, x_TI, widths):
+    for run in _runs(x_TI, widths, sites, lora, start):
+        if run.products != "loop":
             saved.append(_grouped_shrink(x_TI, sites, widths, run))
             continue
         for site in sites:
             trained = [segment for segment in run.segments if segment.trained[site]]
-            saved.extend(_segment_shrink(x_TI, site, run.slabs, segment) for segment in trained)
+            saved.extend(_segment_shrink(x_TI, site, segment) for segment in trained)
     return saved
 
 
@@ -762,10 +777,8 @@ def lora_backward(
     """Adds the adapters' part of dX to ``dx_TI`` (None: not wanted), and dA, dB to the segments' gradient rows."""
     intermediates = iter(saved)
     widths = [dy.shape[1] for dy in dys]
-    for run in lora.runs(start, len(x_TI)):
-        if not run.trained(sites):
-            continue
-        if _is_grouped(lora, run, x_TI, widths):
+    for run in _runs(x_TI, widths, sites, lora, start):
+        if run.products != "loop":
             tokens = slice(run.start, run.end)
             dy_TO = dys[0][tokens] if len(dys) == 1 else torch.cat([dy[tokens] for dy in dys], dim=1)
             dh_TR = _grouped_backward(x_TI[tokens], dy_TO, next(intermediates), sites, widths, run)
@@ -775,18 +788,38 @@ def lora_backward(
         for site, dy_TO in zip(sites, dys):
             for segment in run.segments:
                 if segment.trained[site]:
-                    _segment_backward(x_TI, dy_TO, next(intermediates), site, run.slabs, segment, dx_TI)
+                    _segment_backward(x_TI, dy_TO, next(intermediates), site, segment, dx_TI)
 
 
-def _is_grouped(lora: LoraPass, run: _Run, x_TI: torch.Tensor, widths: Sequence[int]) -> bool:
+def _products(x_TI: torch.Tensor, widths: Sequence[int], lora: LoraPass) -> Products:
     if lora.products != "auto":
-        return lora.products == "grouped"
-    return (
+        return lora.products
+    if not (
         x_TI.is_cuda
         and x_TI.dtype == torch.bfloat16  # others fall back to a loop that waits for the device
         and x_TI.shape[1] % 8 == 0  # strides of 16 bytes, or the CUDA context dies
         and all(width % 8 == 0 for width in widths)
-    )
+    ):
+        return "loop"
+    if not _has_kernels(x_TI.device):
+        return "grouped"
+    from descant.model.lora_kernels import MAX_SITES
+
+    return "kernels" if len(widths) <= MAX_SITES else "grouped"
+
+
+def _runs(x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraPass, start: int) -> list[_Run]:
+    """Of the stream's tokens ``start:start+T``, where there is anything to compute."""
+    runs = lora.runs(start, len(x_TI), _products(x_TI, widths, lora))
+    return [run for run in runs if run.trained(sites)]
+
+
+def _whole(x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraPass, start: int) -> _Run | None:
+    """The one run that is all of these tokens, if it is not computed in a loop."""
+    runs = _runs(x_TI, widths, sites, lora, start)
+    if len(runs) == 1 and runs[0].products != "loop" and (runs[0].start, runs[0].end) == (0, len(x_TI)):
+        return runs[0]
+    return None
 
 
 # ---- a loop of products over views of the slab: scales go into the accumulating product, so nothing is rounded twice
@@ -796,9 +829,9 @@ def _view(slab_SP: torch.Tensor, slot: int, offset: int, rows: int, columns: int
     return slab_SP.as_strided((rows, columns), (columns, 1), slot * slab_SP.shape[1] + offset)
 
 
-def _segment_shrink(x_TI: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> torch.Tensor:
-    layout = slabs.layout
-    a_RI = _view(slabs.work_SP, segment.work, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
+def _segment_shrink(x_TI: torch.Tensor, site_index: int, segment: _Segment) -> torch.Tensor:
+    layout = segment.slabs.layout
+    a_RI = _view(segment.slabs.work_SP, segment.work, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
     x = x_TI[segment.start : segment.end]
     return torch.mm(_filled_up(x), a_RI.t())[: len(x)]
 
@@ -809,9 +842,9 @@ def _filled_up(x: torch.Tensor) -> torch.Tensor:
     return x if missing <= 0 or x.is_cuda else F.pad(x, (0, 0, 0, missing))
 
 
-def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, slabs: _Slabs, segment: _Segment) -> None:
-    layout = slabs.layout
-    b_OR = _view(slabs.work_SP, segment.work, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
+def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, segment: _Segment) -> None:
+    layout = segment.slabs.layout
+    b_OR = _view(segment.slabs.work_SP, segment.work, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
     y = y_TO[segment.start : segment.end]
     if len(y) >= MIN_ROWS or y.is_cuda:
         y.addmm_(h_TR, b_OR.t(), alpha=segment.scale)
@@ -824,11 +857,10 @@ def _segment_backward(
     dy_TO: torch.Tensor,
     h_TR: torch.Tensor,
     site_index: int,
-    slabs: _Slabs,
     segment: _Segment,
     dx_TI: torch.Tensor | None,
 ) -> None:
-    layout, rank_class = slabs.layout, slabs.layout.rank_class
+    slabs, layout, rank_class = segment.slabs, segment.slabs.layout, segment.rank_class
     a, b = layout.a_offset[site_index], layout.b_offset[site_index]
     x, dy = x_TI[segment.start : segment.end], dy_TO[segment.start : segment.end]
     dh_TR = torch.mm(dy, _view(slabs.work_SP, segment.work, b, dy_TO.shape[1], rank_class))
@@ -909,10 +941,10 @@ def _scaled(h_TR: torch.Tensor, run: _Run) -> torch.Tensor:
 
 def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run) -> torch.Tensor:
     """Scaled, [run's tokens, sites · R]: one reading of x for all sites."""
-    if (narrow := run.narrow(sites, widths)) is not None:
+    if run.products == "kernels":
         from descant.model.lora_kernels import shrink
 
-        return shrink(x_TI[run.start : run.end], run.slabs.work_SP, run.tiles, narrow)
+        return shrink(x_TI[run.start : run.end], run.tiles, run.places(sites, widths))
     return _scaled(_times(run, x_TI[run.start : run.end], _all_a(run, sites, x_TI.shape[1])), run)
 
 
@@ -920,10 +952,10 @@ def _grouped_additions(
     h_TR: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[run's tokens, sum of widths]"""
-    if (narrow := run.narrow(sites, widths)) is not None:
+    if run.products == "kernels":
         from descant.model.lora_kernels import expand
 
-        additions_TO = expand(h_TR, run.slabs.work_SP, run.tiles, narrow)
+        additions_TO = expand(h_TR, run.tiles, run.places(sites, widths))
     else:
         additions_TO = _times(run, h_TR, _all_b(run, sites, widths))
     return additions_TO if bias_O is None else additions_TO.add_(bias_O)
@@ -933,10 +965,10 @@ def _grouped_dx(
     dh_TR: torch.Tensor, in_features: int, sites: Sequence[int], widths: Sequence[int], run: _Run
 ) -> torch.Tensor:
     """[run's tokens, in]"""
-    if (narrow := run.narrow(sites, widths)) is not None:
+    if run.products == "kernels":
         from descant.model.lora_kernels import push
 
-        return push(dh_TR, in_features, run.slabs.work_SP, run.tiles, narrow)
+        return push(dh_TR, in_features, run.tiles, run.places(sites, widths))
     return _times(run, dh_TR, _all_a(run, sites, in_features).transpose(1, 2))
 
 
@@ -949,12 +981,13 @@ def _grouped_backward(
     run: _Run,
 ) -> torch.Tensor:
     """dA and dB of the run's tokens into the gradient rows; returns the scaled dh [run's tokens, sites · R]."""
-    if (narrow := run.narrow(sites, widths)) is not None:
+    if run.products == "kernels":
         from descant.model.lora_kernels import add_gradients, pull
 
-        dh_TR = pull(dy_TO, run.slabs.work_SP, run.tiles, narrow)
+        places = run.places(sites, widths)
+        dh_TR = pull(dy_TO, run.tiles, places)
         if run.learns:
-            add_gradients(x_TI, dy_TO, h_TR, dh_TR, run.slabs.gradient_SP, run.tiles, narrow)
+            add_gradients(x_TI, dy_TO, h_TR, dh_TR, run.tiles, places)
         return dh_TR
     dh_TR = _scaled(_times(run, dy_TO, _all_b(run, sites, widths).transpose(1, 2)), run)
     if run.learns:

@@ -64,6 +64,13 @@ def test_rows_and_offsets_are_aligned_and_disjoint(rank_class: int) -> None:
             assert slab.storage_offset() == 0  # the products count their offsets from the storage's start
 
 
+def test_a_site_begins_after_as_many_features_in_every_class() -> None:
+    """By which a kernel finds it, whatever the class. No site here is a multiple of 8 wide."""
+    layouts = [Layout.of(SITES, rank_class) for rank_class in RANK_CLASSES]
+    found = {tuple(at / layout.rank_class for at in (*layout.a_offset, *layout.b_offset)) for layout in layouts}
+    assert found == {(0, 40, 96, 16, 56, 112)}
+
+
 @pytest.mark.parametrize(("rank", "expected"), [(1, 8), (8, 8), (9, 16), (17, 32), (65, 128), (129, 256), (256, 256)])
 def test_rank_class(rank: int, expected: int) -> None:
     assert rank_class_of(rank) == expected

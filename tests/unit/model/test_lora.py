@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from descant.errors import ServerError
 from descant.model import decode
 from descant.model.bank import AdapterBank, LoraSite
-from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _is_grouped, lora_add, lora_forward
+from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear, _products, lora_add, lora_forward
 from descant.model.passes import Pass, Segment
 from descant.types import LoraConfig
 
@@ -418,9 +418,13 @@ def test_on_cuda_grouped_products_are_chosen_and_equal_the_loop() -> None:
         assert bank.gradient("m5").count_nonzero() == 0
     for want, got in zip(*outcomes, strict=True):
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
-    runs = lora.runs(0, len(x))
+    chosen = _products(x, [OUT], lora)
+    assert chosen != "loop"
+    runs = lora.runs(0, len(x), chosen)
     assert max(len(run_.segments) for run_ in runs) >= 4
-    assert any(_is_grouped(lora, run_, x, [OUT]) for run_ in runs)
+    if chosen == "kernels":
+        [whole] = runs
+        assert (whole.start, whole.end) == (0, len(x))
 
 
 def test_no_adapter_no_pass_and_nothing_recorded() -> None:
@@ -564,7 +568,7 @@ def test_batched_decode_rows_have_the_loops_bits(length: int, gap: int) -> None:
     )
     pass_ = Pass(seq_lens=(len(segments) * length,), segments=segments)
     x = torch.randn(pass_.num_tokens, IN, dtype=torch.bfloat16)
-    [batched] = LoraPass.of(pass_, bank).runs(0, pass_.num_tokens)  # type: ignore[union-attr]
+    [batched] = LoraPass.of(pass_, bank).runs(0, pass_.num_tokens, "loop")  # type: ignore[union-attr]
     assert batched.is_even
     with torch.no_grad():
         auto, loop = (
@@ -574,4 +578,4 @@ def test_batched_decode_rows_have_the_loops_bits(length: int, gap: int) -> None:
     assert torch.equal(auto, loop)
     mixed = LoraPass.of(mixed_pass(bank), bank)
     assert mixed is not None
-    assert not any(part.is_even for part in mixed.runs(0, TOKENS))
+    assert not any(part.is_even for part in mixed.runs(0, TOKENS, "loop"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -11,99 +13,187 @@ import torch
 pytest.importorskip("triton")
 
 from descant.model import lora, lora_kernels
+from descant.model.bank import AdapterBank, LoraSite
 from descant.model.fused import _swiglu, fuse
 from descant.model.load import ModelSource, _join_linears, load_model
+from descant.model.lora import LoraPass, lora_linear, lora_linear_backward
+from descant.model.lora_kernels import Sites, Tiles, TileSegment
+from descant.model.passes import Pass, Segment
 from descant.testing.studio import Studio, some_commands
 from descant.testing.tiny import tiny_model
+from descant.types import LoraConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 pytestmark = pytest.mark.skipif(
     DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1, or a GPU"
 )
 
-SEGMENTS = [  # first token, end, work slot, scale, gradient slot
-    (0, 70, 2, 4.0, 1),
-    (70, 75, 0, 2.0, None),
-    (75, 203, 3, 0.5, 0),
+IN = 72
+SITES = tuple(
+    LoraSite(name=f"layers.0.self_attn.{name}", group=group, in_features=num_in, out_features=width)
+    for name, group, num_in, width in (
+        ("odd", "mlp", 30, 13),  # so that nothing begins where it would by chance
+        ("q_proj", "attn", IN, 136),
+        ("k_proj", "attn", IN, 24),
+        ("v_proj", "attn", IN, 32),
+    )
+)
+JOINT, WIDTHS = (1, 2, 3), (136, 24, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens of an adapter in ``slot`` of its class."""
+
+    start: int
+    end: int
+    rank: int
+    slot: int
+    scale: float
+    gradient: int | None
+
+
+ONE_CLASS = [(0, 70, 0, 2, 4.0, 1), (70, 75, 0, 0, 2.0, None), (75, 203, 0, 3, 0.5, 0)]
+WITH_GAPS = [
+    (3, 73, 3, 2, 4.0, 1),
+    (73, 78, 0, 0, 2.0, None),
+    (80, 150, 1, 3, 0.5, 0),
+    (150, 151, 2, 1, 1.5, 1),
+    (151, 190, 0, 3, 0.25, 0),
 ]
 NUM_TOKENS = 203
 
 
+def pieces_of(ranks: tuple[int, ...]) -> list[Piece]:
+    """Of one class without a gap, of several with gaps before, between and after."""
+    return [
+        Piece(start=start, end=end, rank=ranks[index], slot=slot, scale=scale, gradient=gradient)
+        for start, end, index, slot, scale, gradient in (ONE_CLASS if len(ranks) == 1 else WITH_GAPS)
+    ]
+
+
+def tiles_of(pieces: list[Piece], work: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor]) -> Tiles:
+    segments = [
+        TileSegment(
+            start=piece.start,
+            end=piece.end,
+            rank=piece.rank,
+            scale=piece.scale,
+            work=work[piece.rank][piece.slot].data_ptr(),
+            gradient=None if piece.gradient is None else gradients[piece.rank][piece.gradient].data_ptr(),
+        )
+        for piece in pieces
+    ]
+    return lora_kernels.make_tiles(segments, NUM_TOKENS, DEVICE)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
 @pytest.mark.parametrize("max_features", [None, 64])
-@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize("ranks", [(8,), (16,), (64,), (8, 16, 32, 64), (8, 16, 16, 32)], ids=str)
 @pytest.mark.parametrize(("num_in", "widths"), [(136, (40,)), (72, (136, 24, 32)), (64, (128, 128))])
 def test_they_equal_plain_products(
-    rank: int, num_in: int, widths: tuple[int, ...], max_features: int | None, monkeypatch: pytest.MonkeyPatch
+    ranks: tuple[int, ...],
+    num_in: int,
+    widths: tuple[int, ...],
+    max_features: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if max_features is not None:  # wider outputs are then taken in parts
         monkeypatch.setattr(lora_kernels, "MAX_FEATURES", max_features)
         monkeypatch.setattr(lora_kernels, "PART_FEATURES", max_features)
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(0)
+    begins = [0, *accumulate([num_in] * len(widths) + list(widths))]
+    work = {rank: random(4, rank * begins[-1], seed=rank) for rank in ranks}
+    before = {rank: random(2, rank * begins[-1], seed=rank + 1, dtype=torch.float32) for rank in ranks}
+    gradients = {rank: slab.clone() for rank, slab in before.items()}
+    sites = Sites(a_begins=tuple(begins[: len(widths)]), b_begins=tuple(begins[len(widths) : -1]), widths=widths)
+    pieces = pieces_of(ranks)
+    tiles = tiles_of(pieces, work, gradients)
+    x, dy = random(NUM_TOKENS, num_in, seed=100), random(NUM_TOKENS, sum(widths), seed=101)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+    beyond = torch.ones(NUM_TOKENS, len(widths), max(ranks), dtype=torch.bool, device=DEVICE)
+    for piece in pieces:
+        beyond[piece.start : piece.end, :, : piece.rank] = False
 
-    sizes = [*[rank * num_in] * len(widths), *[rank * width for width in widths]]
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // 64) * 64)
-    work_SP = random(4, starts[-1])
-    gradient_SP = torch.randn(2, starts[-1], generator=generator).to(DEVICE)
-    sites = lora_kernels.Sites(
-        a_offsets=tuple(starts[: len(widths)]), b_offsets=tuple(starts[len(widths) : -1]), widths=widths, rank=rank
-    )
-    tiles = lora_kernels.make_tiles(SEGMENTS, DEVICE)
-    x, dy = random(NUM_TOKENS, num_in), random(NUM_TOKENS, sum(widths))
-
-    h = lora_kernels.shrink(x, work_SP, tiles, sites)
-    y = lora_kernels.expand(h, work_SP, tiles, sites)
-    dh = lora_kernels.pull(dy, work_SP, tiles, sites)
-    dx = lora_kernels.push(dh, num_in, work_SP, tiles, sites)
-    gradients = gradient_SP.clone()
-    lora_kernels.add_gradients(x, dy, h, dh, gradients, tiles, sites)
-
-    want = gradient_SP.double()
-    for start, end, slot, scale, gradient in SEGMENTS:
-        own = slice(start, end)
-        want_dx = torch.zeros(end - start, num_in, dtype=torch.float64, device=DEVICE)
+    h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.pull(dy, tiles, sites)
+    for intermediate in (h, dh):  # what lies beyond a tile's rank is never read
+        intermediate.view(beyond.shape)[beyond] = torch.nan
+    y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.push(dh, num_in, tiles, sites)
+    lora_kernels.add_gradients(x, dy, h, dh, tiles, sites)
+    want = {rank: slab.double() for rank, slab in before.items()}
+    bare = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
+    for piece in pieces:
+        own, rank, row = slice(piece.start, piece.end), piece.rank, work[piece.rank][piece.slot].double()
+        bare[own] = False
+        want_dx = torch.zeros(piece.end - piece.start, num_in, dtype=torch.float64, device=DEVICE)
         first = 0
         for index, width in enumerate(widths):
-            at, bt = sites.a_offsets[index], sites.b_offsets[index]
-            out, cells = slice(first, first + width), slice(index * rank, (index + 1) * rank)
-            a = work_SP[slot, at : at + rank * num_in].view(rank, num_in).double()
-            b = work_SP[slot, bt : bt + rank * width].view(width, rank).double()
+            at, bt = rank * sites.a_begins[index], rank * sites.b_begins[index]
+            out, cells = slice(first, first + width), slice(index * max(ranks), index * max(ranks) + rank)
+            a, b = row[at : at + rank * num_in].view(rank, num_in), row[bt : bt + rank * width].view(width, rank)
             h_own, dh_own = h[own, cells].double(), dh[own, cells].double()
-            near(h_own, scale * x[own].double() @ a.t())
+            near(h_own, piece.scale * x[own].double() @ a.t())
             near(y[own, out], h_own @ b.t())
-            near(dh_own, scale * dy[own, out].double() @ b)
+            near(dh_own, piece.scale * dy[own, out].double() @ b)
             want_dx += dh_own @ a
-            if gradient is not None:
-                want[gradient, at : at + rank * num_in] += (dh_own.t() @ x[own].double()).flatten()
-                want[gradient, bt : bt + rank * width] += (dy[own, out].double().t() @ h_own).flatten()
+            if piece.gradient is not None:
+                gradient = want[rank][piece.gradient]
+                gradient[at : at + rank * num_in] += (dh_own.t() @ x[own].double()).flatten()
+                gradient[bt : bt + rank * width] += (dy[own, out].double().t() @ h_own).flatten()
             first += width
         near(dx[own], want_dx)
-    near(gradients, want, 1e-5)
+    assert y[bare].count_nonzero() == dx[bare].count_nonzero() == 0
+    for rank in ranks:
+        near(gradients[rank], want[rank], 1e-5)
 
 
-def test_nothing_of_one_adapter_reaches_another() -> None:
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    sites = lora_kernels.Sites(a_offsets=(0,), b_offsets=(512,), widths=(64,), rank=8)
-    work_SP, gradient_SP = torch.ones(4, 1024, device=DEVICE, dtype=dtype), torch.zeros(2, 1024, device=DEVICE)
-    work_SP[2] = torch.nan
-    x, dy = (torch.ones(NUM_TOKENS, 64, device=DEVICE, dtype=dtype) for _ in range(2))
-    x[:70] = dy[:70] = torch.inf
-    tiles = lora_kernels.make_tiles(SEGMENTS, DEVICE)
-    h, dh = lora_kernels.shrink(x, work_SP, tiles, sites), lora_kernels.pull(dy, work_SP, tiles, sites)
-    y, dx = (
-        lora_kernels.expand(h, work_SP, tiles, sites),
-        lora_kernels.push(dh, 64, work_SP, tiles, sites),
-    )
-    lora_kernels.add_gradients(x, dy, h, dh, gradient_SP, tiles, sites)
-    for result in (h, dh, y, dx):
-        assert result[70:].isfinite().all()
-    assert gradient_SP[0].isfinite().all()
-    assert not gradient_SP[1].isfinite().all()
+def test_tables_begin_where_the_launcher_wants_them() -> None:
+    """At a multiple of 16 bytes, also spans behind an odd number of tiles."""
+    rows = {8: torch.zeros(4, 64, device=DEVICE)}
+    for end in (64, 65):
+        piece = Piece(start=0, end=end, rank=8, slot=0, scale=1.0, gradient=0)
+        tiles = tiles_of([piece], rows, rows)
+        assert tiles.spans_N4.data_ptr() % 16 == 0
+        assert tiles.num_own == -(-end // 64)
+        assert len(tiles.tiles_C4) == tiles.num_own + -(-(NUM_TOKENS - end) // 64)
+
+
+@pytest.mark.parametrize("ranks", [(8,), (8, 16, 32, 64)], ids=str)
+def test_nothing_of_one_adapter_reaches_another(ranks: tuple[int, ...]) -> None:
+    """All others keep their bits, whichever is full of NaN; so do tokens that have none, whatever theirs are."""
+    sites, pieces = Sites(a_begins=(0,), b_begins=(64,), widths=(64,)), pieces_of(ranks)
+    clean = {rank: random(4, 128 * rank, seed=rank) for rank in ranks}
+
+    def outcome(sick: Piece | None) -> tuple[list[torch.Tensor], dict[Piece, torch.Tensor]]:
+        work = {rank: slab.clone() for rank, slab in clean.items()}
+        gradients = {rank: torch.zeros(2, 128 * rank, device=DEVICE) for rank in ranks}
+        x, dy = random(NUM_TOKENS, 64, seed=100), random(NUM_TOKENS, 64, seed=101)
+        if sick is not None:
+            work[sick.rank][sick.slot] = torch.nan
+            x[sick.start : sick.end] = dy[sick.start : sick.end] = torch.inf
+            x[bare] = dy[bare] = torch.nan
+        tiles = tiles_of(pieces, work, gradients)
+        h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.pull(dy, tiles, sites)
+        y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.push(dh, 64, tiles, sites)
+        lora_kernels.add_gradients(x, dy, h, dh, tiles, sites)
+        return [y, dx], {p: gradients[p.rank][p.gradient] for p in pieces if p.gradient is not None}
+
+    bare = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
+    for piece in pieces:
+        bare[piece.start : piece.end] = False
+    wide, rows = outcome(None)
+    for sick in pieces:
+        got, got_rows = outcome(sick)
+        others = torch.ones_like(bare)
+        others[sick.start : sick.end] = False
+        for tensor, want in zip(got, wide, strict=True):
+            assert torch.equal(tensor[others], want[others])
+            assert tensor[~others].isnan().all()
+        for piece, row in got_rows.items():
+            assert row.isnan().all() if piece == sick else torch.equal(row, rows[piece])
 
 
 def near(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> None:
@@ -111,20 +201,100 @@ def near(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) 
     assert (got.double() - want).norm() <= tolerance * want.norm()
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, tests/gpu compares whole passes")
-def test_a_pass_through_them_equals_one_through_plain_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several rank classes, one beyond the kernels; shared layers, and SwiGLU over the joined output."""
-    source = ModelSource(name="qwen3", directory=tiny_model("qwen3", tmp_path / "qwen3"))
-    ranks = {"a": 4, "b": 16, "c": 16, "d": 64, "e": 128}
+def through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a CPU and in float32."""
+    monkeypatch.setattr(lora, "_products", lambda x_TI, widths, lora: "kernels" if lora.products == "auto" else "loop")
+
+
+RANKS = {"a": 4, "b": 16, "c": 16, "d": 64, "e": 20, "f": 128}
+
+
+def make_bank() -> AdapterBank:
+    """Adapters with weights that are zero nowhere but in the tail; ``c`` trains none of the joint sites."""
+    bank = AdapterBank(SITES, device=DEVICE, dtype=DTYPE)
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        config = LoraConfig(rank=rank, seed=seed, train_attn=name != "c")
+        bank.create(name, config)
+        generator = torch.Generator().manual_seed(seed)
+        parts = bank.export(bank.weights(name), config)
+        parts = {key: torch.randn(part.shape, generator=generator) * 0.3 for key, part in parts.items()}
+        bank.import_row(parts, config, bank.weights(name))
+        bank.refresh_work(name)
+    return bank
+
+
+@pytest.mark.parametrize(
+    ("bounds", "chunks"),
+    [
+        ({"a": (0, 20), "b": (20, 50), "d": (50, 130)}, [(0, 130)]),
+        ({"a": (3, 20), "b": (20, 50), "c": (50, 70), "e": (75, 90), "d": (90, 120)}, [(0, 130)]),
+        ({"a": (3, 20), "b": (20, 50), "c": (50, 70), "e": (75, 90), "d": (90, 120)}, [(0, 40), (40, 95), (95, 130)]),
+        ({"c": (0, 60), "b": (60, 100)}, [(0, 30), (30, 60), (60, 100)]),
+        ({"a": (3, 20), "b": (25, 40), "f": (50, 90), "d": (92, 120)}, [(0, 130)]),
+    ],
+    ids=["classes", "gaps", "chunks", "untrained", "a class beyond"],
+)
+@pytest.mark.parametrize("silent", ["", "b"], ids=["all learn", "one does not"])
+def test_base_and_adapters_together_equal_the_loop(
+    bounds: dict[str, tuple[int, int]], chunks: list[tuple[int, int]], silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every class up to 64 in one run of all tokens, whatever lies between; the head's chunks find their adapters."""
+    through_kernels(monkeypatch)
+    bank, num_tokens = make_bank(), chunks[-1][1]
+    segments = tuple(
+        Segment(start=start, end=end, row=bank.row(name), gradient=None if name == silent else bank[name].slot)
+        for name, (start, end) in bounds.items()
+    )
+    pass_ = Pass(seq_lens=(num_tokens,), segments=segments)
+    weight, bias = random(sum(WIDTHS), IN, seed=1), random(sum(WIDTHS), seed=2)
+    x, dy = random(num_tokens, IN, seed=3), random(num_tokens, sum(WIDTHS), seed=4)
     found = []
-    for through_kernels in (False, True):
+    for products in ("loop", "auto"):
+        pass_lora = LoraPass.of(pass_, bank, products=products)  # type: ignore[arg-type]
+        assert pass_lora is not None
+        for name in RANKS:
+            bank.gradient(name).zero_()
+        ys, dxs = [], []
+        for start, end in chunks:
+            own = slice(start, end)
+            y, saved = lora_linear(x[own], weight, bias, JOINT, WIDTHS, pass_lora, start=start)
+            dx = lora_linear_backward(
+                x[own], dy[own], weight, saved, JOINT, WIDTHS, pass_lora, start=start, want_dx=True
+            )
+            assert dx is not None
+            ys.append(y)
+            dxs.append(dx)
+            runs = pass_lora.runs(start, end - start, "kernels")
+            if "f" in bounds:
+                assert [run.products for run in runs] == ["kernels", "grouped", "kernels"]
+            else:
+                assert [(run.start, run.end) for run in runs] == [(0, end - start)]
+        found.append([torch.cat(ys), torch.cat(dxs), *(bank.gradient(name).clone() for name in RANKS)])
+    for got, want in zip(found[1], found[0], strict=True):
+        near(got, want.double())
+    for name, gradient in zip(RANKS, found[1][2:]):
+        assert bool(gradient.count_nonzero()) == (name in bounds and name not in (silent, "c")), name
+
+
+BEYOND = {"a": 4, "b": 16, "c": 16, "d": 64, "e": 128}
+NARROW = {"a": 4, "b": 16, "c": 32, "d": 64, "e": 1}
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU, tests/gpu compares whole passes")
+@pytest.mark.parametrize("ranks", [NARROW, BEYOND], ids=["narrow classes", "one beyond"])
+def test_a_pass_through_them_equals_one_through_plain_products(
+    ranks: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared layers, and SwiGLU over the joined output."""
+    source = ModelSource(name="qwen3", directory=tiny_model("qwen3", tmp_path / "qwen3"))
+    found = []
+    for by_kernels in (False, True):
         model = load_model(source, device=DEVICE, dtype=torch.float32, check=False)
-        if through_kernels:
+        if by_kernels:
             _join_linears(model.network)
             fuse(model.network)
             assert any(type(module).forward is _swiglu for module in model.network.modules())
-            monkeypatch.setattr(lora, "_has_kernels", lambda device: True)
-            monkeypatch.setattr(lora, "_is_grouped", lambda *_: True)
+            through_kernels(monkeypatch)
         studio = Studio(model)
         for number, (name, rank) in enumerate(ranks.items()):
             studio.create(name, rank, seed=number)
