@@ -10,7 +10,7 @@ import torch
 
 from descant.model.load import ModelSource, load_model
 from descant.sample.pages import PAGE_TOKENS
-from descant.sample.step import Sampler
+from descant.sample.step import PASS_CHUNKS, Sampler
 from descant.testing.company import in_every_company
 from descant.testing.graphs import StandInGraphs
 from descant.testing.paged_sampler import Finished, PagedFake, request, scheduler
@@ -35,8 +35,8 @@ def test_the_same_bits_in_any_company(tmp_path: Path, arch: str, dtype: torch.dt
 
 
 def test_the_same_bits_where_graphs_decode(tmp_path: Path) -> None:
-    """The rules of a CUDA device, with a stand-in for its graphs: prompts alone and in chunks, decode steps always
-    full, drawn tokens computed again one by one."""
+    """The rules of a CUDA device, with a stand-in for its graphs: prompts in chunks, prefills and decode steps always
+    full, drawn tokens computed again one by one, also where the device is a step ahead."""
     model = load_model(
         ModelSource(name="tiny", directory=tiny_model("llama", tmp_path)),
         device=torch.device("cpu"),
@@ -49,6 +49,8 @@ def test_the_same_bits_where_graphs_decode(tmp_path: Path) -> None:
     sampler._decode = graphs  # type: ignore[assignment]
     found = in_every_company(model, sampler)
     assert set(graphs.rows) == {graphs.max_rows}
+    assert set(graphs.prefills) == {PASS_CHUNKS * PAGE_TOKENS}
+    assert graphs.ahead > 100
     alone = found.pop("alone")
     for company, drawn in found.items():
         for name in alone:
