@@ -241,7 +241,7 @@ class DecodeGraphs:
         for segment in pass_.segments:
             segments.setdefault(segment.row.rank_class, []).append((segment.start, segment.end, segment.row))
         # Exact float32 products of so many rows at once would not fit the registers, nor would those of large ranks.
-        # It is for each class to say: what one adapter's rows are must not depend on whose the others are.
+        # Each class has its own, so that a row's bits do not depend on the adapters of others.
         widest = 0 if self._model.dtype is torch.float32 else 64
         classes: list[decode.TileClass] = []
         for rank_class, own in segments.items():

@@ -36,7 +36,7 @@ CHUNK_TOKENS = 256
 """Tokens of a prompt that are computed together on CUDA when it must be the same every time,"""
 
 PASS_CHUNKS = 8
-"""and how many such chunks a pass has: what a host needs to launch one costs as long as this many do on the device."""
+"""and how many such chunks a pass has: of a small model, the host takes as long to launch one as the device for all."""
 
 NOT_FINITE = "the logits are not finite: the weights overflow the model's number format"
 
