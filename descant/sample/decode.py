@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -175,7 +175,8 @@ class DecodeGraphs:
     ):
         """``dummy_page``: a page of ``pool`` that no sequence gets. ``table_width``: pages of the longest sequence.
         ``compiled``: layers through ``torch.compile`` (fewer, fused kernels; some seconds, once). Off CUDA nothing is
-        captured or compiled. ``deterministic``: a row's bits do not depend on who else is in a step of so many rows."""
+        captured or compiled. ``deterministic``: a row's bits do not depend on who else is in the step, so every step is
+        of the same number of rows, the largest."""
         self._model, self._pool, self._dummy_page = model, pool, dummy_page
         # A product of more columns may be another kernel: it must not depend on what adapters the others have.
         self._spare = None if deterministic else model.spare
@@ -183,7 +184,8 @@ class DecodeGraphs:
         self._captures = self._on_cuda
         self._compiled = compiled and self._on_cuda
         self.max_rows = min(max_rows, BUCKETS[-1])
-        self._buckets = BUCKETS[: bisect_left(BUCKETS, self.max_rows) + 1]
+        largest = bisect_left(BUCKETS, self.max_rows)
+        self._buckets = BUCKETS[largest if deterministic else 0 : largest + 1]
         max_pieces = max(size * -(-table_width * PAGE_TOKENS // self._piece_tokens(size)) for size in self._buckets)
         layout = _Layout(rows=self._buckets[-1], width=table_width, max_pieces=max_pieces)
         self._device = _Inputs(layout, model.device)
@@ -235,17 +237,39 @@ class DecodeGraphs:
             return self._model.paged_trunk(tokens_T, positions_T, step), lora
 
     def _prefill_adapters(self, pass_: Pass) -> tuple[decode.TileClass, ...]:
+        segments: dict[int, list[tuple[int, int, RowRef]]] = {}
+        for segment in pass_.segments:
+            segments.setdefault(segment.row.rank_class, []).append((segment.start, segment.end, segment.row))
         # Exact float32 products of so many rows at once would not fit the registers, nor would those of large ranks.
-        large = self._model.dtype is not torch.float32 and all(s.row.rank_class <= 64 for s in pass_.segments)
-        tile_rows = decode.PREFILL_TILE_ROWS if large else decode.TILE_ROWS
-        segments = [(segment.start, segment.end, segment.row) for segment in pass_.segments]
-        found = decode.tiles(segments, self._model.bank, tile_rows)
-        return tuple(
-            self._tile_class(
-                rank_class, to_device(torch.tensor(tiles, dtype=torch.int32), self._model.device), tile_rows
-            )
-            for rank_class, tiles in found.items()
+        # Each class has its own, so that a row's bits do not depend on the adapters of others.
+        widest = 0 if self._model.dtype is torch.float32 else 64
+        classes: list[decode.TileClass] = []
+        for rank_class, own in segments.items():
+            classes += self._tiled(own, decode.PREFILL_TILE_ROWS if rank_class <= widest else decode.TILE_ROWS)
+        return tuple(classes)
+
+    def _tiled(self, segments: Iterable[tuple[int, int, RowRef]], tile_rows: int) -> Iterator[decode.TileClass]:
+        for rank_class, found in decode.tiles(segments, self._model.bank, tile_rows).items():
+            tiles_C5 = to_device(torch.tensor(found, dtype=torch.int32), self._model.device)
+            yield self._tile_class(rank_class, tiles_C5, tile_rows)
+
+    @torch.no_grad()
+    def draw(self, hidden_ND: torch.Tensor, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> Flight:
+        """The tokens after hidden states of a prefill: head and draw as in a decode step, not captured. Nor do a row's
+        bits depend on the others, where there are always as many."""
+        segments = [(n, n + 1, row) for n, row in enumerate(rows) if row is not None]
+        columns = Columns.of(sequences)
+        uniform_N = uniforms(columns.seeds_N, columns.draws_N)
+        logits_NV = hidden_ND.new_empty(len(hidden_ND), self._model.head.vocab_size)
+        step = self._draw(
+            hidden_ND,
+            logits_NV,
+            tuple(self._tiled(segments, decode.TILE_ROWS)),
+            *(to_device(torch.from_numpy(x), self._model.device) for x in (columns.temperature_N, uniform_N)),
         )
+        result = torch.empty(step.result_2N.shape, dtype=torch.float64, pin_memory=self._on_cuda)
+        result.copy_(step.result_2N, non_blocking=True)
+        return Flight(sequences, columns, step, result.numpy(), self._now(), ahead=False)
 
     def _tile_class(self, rank_class: int, tiles_C5: torch.Tensor, tile_rows: int) -> decode.TileClass:
         return decode.TileClass(
@@ -316,10 +340,16 @@ class DecodeGraphs:
             with self._model.eager():
                 captured = self._compute(key)
         stage.result[:, :bucket].copy_(captured.result_2N, non_blocking=True)
-        if self._on_cuda:
-            stage.done = torch.cuda.Event()
-            stage.done.record()
+        stage.done = self._now()
         return Flight(sequences, columns, captured, stage.result.numpy(), stage.done, ahead=before is not None)
+
+    def _now(self) -> Any:
+        """To wait for all that the device has been told to do; None where nothing runs ahead."""
+        if not self._on_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[tuple[int, int], ...], bool]:
         """``tiles`` and ``beside`` of the key."""
@@ -414,8 +444,6 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def _compute(self, key: _Key) -> _Captured:
-        from descant.sample.draw_kernel import draw_rows  # Triton: only where it is used
-
         model, fields, num_rows = self._model, self._device.fields, key.rows
         adapters = self._classes(key)
         step = decode.PagedStep(
@@ -432,7 +460,26 @@ class DecodeGraphs:
         # A view of the buffer would be another program to the compiler than prefill's positions.
         positions_N = fields["positions"][:num_rows].clone()
         hidden_ND = model.paged_trunk(fields["tokens"][:num_rows], positions_N, step)
-        head, logits_NV = model.head, self._logits_NV[:num_rows]
+        return self._draw(
+            hidden_ND,
+            self._logits_NV[:num_rows],
+            adapters,
+            fields["temperature"][:num_rows],
+            fields["uniform"][:num_rows],
+        )
+
+    def _draw(
+        self,
+        hidden_ND: torch.Tensor,
+        logits_NV: torch.Tensor,
+        adapters: Sequence[decode.TileClass],
+        temperature_N: torch.Tensor,
+        uniform_N: torch.Tensor,
+    ) -> _Captured:
+        """``logits_NV`` is filled here."""
+        from descant.sample.draw_kernel import draw_rows  # Triton: only where it is used
+
+        head = self._model.head
         if head.bias_V is None:
             torch.mm(hidden_ND, head.weight_VD.t(), out=logits_NV)
         else:
@@ -440,11 +487,7 @@ class DecodeGraphs:
         if head.site_index is not None:
             decode.add_adapters(hidden_ND, logits_NV, (head.site_index,), [head.vocab_size], adapters)
         tokens_N, result_2N = draw_rows(
-            logits_NV,
-            fields["temperature"][:num_rows],
-            fields["uniform"][:num_rows],
-            logit_scale=head.logit_scale,
-            softcap=head.softcap,
+            logits_NV, temperature_N, uniform_N, logit_scale=head.logit_scale, softcap=head.softcap
         )
         return _Captured(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
 

@@ -50,9 +50,9 @@ class SampleLimits:
     draft_tokens: int = 4
     """Tokens guessed ahead for a sequence, at most, where there is a drafter."""
     chunk_tokens: int | None = None
-    """Prompts are prefilled up to multiples of this, and drawn tokens are always computed one by one, also after a
-    preemption: what is computed together does not depend on what else runs. At most ``step_tokens``. None: as it
-    comes."""
+    """Prompts are prefilled in steps up to multiples of this, several in one plan, each of which counts as so many
+    tokens; and drawn tokens are always computed one by one, also after a preemption: what is computed together does not
+    depend on what else runs. At most ``step_tokens``. None: as it comes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +89,8 @@ class SequenceStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
+    """A sequence is there once, or with several chunks of its prompt, in order (see ``SampleLimits.chunk_tokens``)."""
+
     sequences: tuple[SequenceStep, ...]
 
     @property
@@ -410,42 +412,50 @@ class Scheduler:
                 # One token of room beforehand, while pages abound, lets the sampler compute ahead.
                 sequence.pages += tuple(self._pages.take(1))
 
-        replays = self._limits.chunk_tokens is not None
         decoding: list[_Sequence] = []
         prefilling: list[_Sequence] = []
         for sequence in self._running:
-            single = sequence.length - sequence.computed == 1 or (replays and self._replays(sequence))
-            (decoding if single else prefilling).append(sequence)
+            (decoding if self._decodes(sequence) else prefilling).append(sequence)
         drafts = {} if self._drafter is None else self._drafts(self._drafter, decoding)
-        steps = [self._step(sequence, 1, drafts.get(sequence.id, ())) for sequence in decoding]
+        steps = [
+            self._step(sequence, sequence.computed, sequence.computed + 1, drafts.get(sequence.id, ()))
+            for sequence in decoding
+        ]
         budget = self._limits.step_tokens
         for sequence in prefilling:
-            if count := self._count(sequence, budget):
-                steps.append(self._step(sequence, count))
-                budget -= count
+            chunks, budget = self._chunks(sequence, budget)
+            steps += chunks
         if self._preemptions == preemptions:
             admissions = self._admissions()
             while budget and (admitted := next(admissions, None)) is not None:
-                if (count := self._count(admitted, budget)) == 0:
+                chunks, budget = self._chunks(admitted, budget)
+                if not chunks:
                     break  # it has its pages, and goes on in the next step
-                steps.append(self._step(admitted, count))
-                budget -= count
+                steps += chunks
         if not steps:
             return None
         self._in_flight = StepPlan(sequences=tuple(steps))
         return self._in_flight
 
-    def _replays(self, sequence: _Sequence) -> bool:
-        """It computes drawn tokens one by one, also again; where there are chunks."""
+    def _decodes(self, sequence: _Sequence) -> bool:
+        """Its next step is of one token. With chunks that is so of drawn tokens, also again, and of no other."""
+        if self._limits.chunk_tokens is None:
+            return sequence.length - sequence.computed == 1
         return sequence.computed >= len(sequence.request.prompt)
 
-    def _count(self, sequence: _Sequence, budget: int) -> int:
-        """Tokens of its next step, at most ``budget``."""
-        if (chunk := self._limits.chunk_tokens) is None:
-            return min(sequence.length - sequence.computed, budget)
-        end = min((sequence.computed // chunk + 1) * chunk, len(sequence.request.prompt))
-        count = max(end - sequence.computed, 1)
-        return count if count <= budget else 0
+    def _chunks(self, sequence: _Sequence, budget: int) -> tuple[list[SequenceStep], int]:
+        """What of its next tokens ``budget`` allows, and what is left of that."""
+        start, chunk = sequence.computed, self._limits.chunk_tokens
+        if chunk is None:
+            end = min(sequence.length, start + budget)
+            return [self._step(sequence, start, end)] if end > start else [], budget - (end - start)
+        steps: list[SequenceStep] = []
+        end = max(start + 1, len(sequence.request.prompt))  # only the prompt's, or one that was drawn
+        while start < end and chunk <= budget:  # filled up, the last costs what others do
+            chunk_end = min((start // chunk + 1) * chunk, end)
+            steps.append(self._step(sequence, start, chunk_end))
+            start, budget = chunk_end, budget - chunk
+        return steps, budget
 
     def _drafts(self, drafter: Drafter, sequences: Sequence[_Sequence]) -> dict[int, tuple[int, ...]]:
         """By sequence, for those that have one."""
@@ -464,8 +474,8 @@ class Scheduler:
                 )
         return dict(zip(contexts, drafter.propose(list(contexts.values())), strict=True))
 
-    def _step(self, sequence: _Sequence, count: int, draft: tuple[int, ...] = ()) -> SequenceStep:
-        request, start, end = sequence.request, sequence.computed, sequence.computed + count
+    def _step(self, sequence: _Sequence, start: int, end: int, draft: tuple[int, ...] = ()) -> SequenceStep:
+        request, count = sequence.request, end - start
         params, drawn, length = request.request.sampling_params, sequence.drawn, sequence.length
         scores = request.unscored if request.scorer is sequence else None
         if count > 1 or not drawn:

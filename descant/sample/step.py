@@ -8,6 +8,7 @@ Legend: T tokens of the pass, B sequences, N sequences that draw, S scored token
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,7 +20,7 @@ from descant.errors import ServerError
 from descant.model.base import BaseModel
 from descant.model.flat import MAX_ROWS, FlatDecoder
 from descant.model.lora import LoraPass
-from descant.model.passes import MIN_ROWS, KVPass, Pass, RowRef, Segment
+from descant.model.passes import MIN_ROWS, KVPass, Pass, RowRef, Segment, to_device
 from descant.sample.chance import uniform
 from descant.sample.decode import BUCKETS, DecodeGraphs, Flight, table_width
 from descant.sample.draw import LikeliestRow, RowParams, draw, likeliest_rows, score_rows
@@ -32,7 +33,10 @@ SCORE_ROWS = 256
 """Rows of [V] float32 logits held at once while a prompt is scored."""
 
 CHUNK_TOKENS = 256
-"""Rows of a prefill on CUDA when it must be the same every time."""
+"""Tokens of a prompt that are computed together on CUDA when it must be the same every time,"""
+
+PASS_CHUNKS = 8
+"""and how many such chunks a pass has: of a small model, the host takes as long to launch one as the device for all."""
 
 NOT_FINITE = "the logits are not finite: the weights overflow the model's number format"
 
@@ -63,8 +67,9 @@ class Sampler:
 
         ``deterministic``: a sequence's bits do not depend on what else is in its steps. Products then have a number of
         rows that picks the same kernel every time, filled up with rows of nobody's: multiples of ``MIN_ROWS`` for each
-        adapter in float32 on CPU (bf16 needs nothing); on CUDA prompts run alone in chunks of ``CHUNK_TOKENS``, and
-        decode steps have all their rows. The scheduler's ``chunk_tokens`` must be ``chunk_tokens`` of here."""
+        adapter in float32 on CPU (bf16 needs nothing); on CUDA a prefill is always of ``PASS_CHUNKS`` chunks of
+        ``CHUNK_TOKENS`` (where the model is not packable of one), and decode steps have all their rows. The scheduler's
+        ``chunk_tokens`` must be ``chunk_tokens`` of here."""
         self._model = model
         self._deterministic = deterministic
         on_cuda = model.device.type == "cuda"
@@ -124,7 +129,8 @@ class Sampler:
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
         packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
-        and returns in the plan's order. Guessed tokens are computed as if they had been drawn."""
+        and returns in the plan's order. Guessed tokens are computed as if they had been drawn. Of a sequence that comes
+        several times, with chunk after chunk of its prompt, each finds the keys of those before it."""
         if self._decode is not None:
             outputs = self._run_graphs(self._decode, plan.sequences)
         elif self._flat is not None:
@@ -133,8 +139,10 @@ class Sampler:
             outputs = self._run(sorted(plan.sequences, key=self._order))
         else:
             outputs = [output for sequence in plan.sequences for output in self._run([sequence])]
-        by_sequence = {output.sequence: output for output in outputs}
-        return [by_sequence[sequence.sequence] for sequence in plan.sequences]
+        by_sequence: dict[int, list[SequenceOutput]] = defaultdict(list)
+        for output in reversed(outputs):  # nothing changes the order of a sequence's own
+            by_sequence[output.sequence].append(output)
+        return [by_sequence[sequence.sequence].pop() for sequence in plan.sequences]
 
     def _order(self, sequence: SequenceStep) -> tuple[int, int]:
         return _row_order(self._row(sequence))
@@ -154,8 +162,7 @@ class Sampler:
         What was ahead when a request moved is of the version before, and is told as that: the device has read those
         weights, or reads them before anything that takes their row. The step after is the new version's."""
         flight, self._ahead = self._ahead, None
-        alone = self._deterministic
-        goes_on = not alone
+        goes_on = True
         others: list[SequenceStep] = []
         served: list[tuple[tuple[int, int], int, RowRef | None, SequenceStep]] = []
         fresh: list[tuple[RowRef | None, SequenceStep]] = []
@@ -164,9 +171,9 @@ class Sampler:
             if not self._is_graphs(sequence):
                 others.append(sequence)
                 continue
-            # Top-k and top-p are drawn on the host, so the device does not know the next token; and the step after
-            # would write over the logits that alternatives are taken from.
-            if sequence.topk or _is_cut(sequence):
+            # Top-k and top-p are drawn on the host, so the device does not know the next token (nor where it was drawn
+            # before); and the step after would write over the logits that alternatives are taken from.
+            if sequence.topk or _is_cut(sequence) or not sequence.sample:
                 goes_on = False
             if sequence.version is not version:  # most often it is the one of the sequence before
                 version, row = sequence.version, self._row(sequence)
@@ -190,14 +197,16 @@ class Sampler:
             part = fresh[first : first + graphs.max_rows]
             rows, launched = [row for row, _ in part], [sequence for _, sequence in part]
             kept = list(enumerate(launched))
-            fillers = [self._filler(None, 1)] * (graphs.max_rows - len(part) if alone else 0)
-            flight = graphs.launch([*launched, *fillers], [*rows, *(None for _ in fillers)])
+            flight = graphs.launch(launched, rows)
             if goes_on and len(part) == len(sequences):
                 self._ahead = graphs.launch_ahead(flight, kept, rows)
             outputs += self._land(flight, kept)
-        if alone:
-            return outputs + [output for sequence in others for output in self._run([sequence])]
-        return outputs + (self._run(sorted(others, key=self._order)) if others else [])
+        others.sort(key=self._order)
+        if self._deterministic:
+            for first in range(0, len(others), PASS_CHUNKS):
+                outputs += self._run_chunks(graphs, others[first : first + PASS_CHUNKS])
+            return outputs
+        return outputs + (self._run(others) if others else [])
 
     def _is_graphs(self, sequence: SequenceStep) -> bool:
         """A graph computes its step."""
@@ -206,26 +215,20 @@ class Sampler:
         return not sequence.draft and _decodes(sequence)
 
     def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
+        """What its rows drew. Those with top-k or top-p are drawn here."""
         decoded = flight.wait()
-        if self._deterministic and len(rows) > 1:  # what the host draws, it draws row by row
-            return [output for row in rows for output in self._land(flight, [row])]
         chosen, sequences = [index for index, _ in rows], [flight.computed(*row) for row in rows]
-        if self._deterministic and not sequences[0].sample:
-            failed = not np.isfinite(decoded.logprobs[chosen[0]])
-            [sequence] = sequences
-            return [_output(sequence, NOT_FINITE if failed else None)]
         tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
-        if cut := [n for n, sequence in enumerate(sequences) if _is_cut(sequence)]:
-            logits_MV = self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in cut]])
-            tokens_M, logprobs_M = draw(logits_MV, [_params(sequences[n]) for n in cut])
-            for n, token, logprob in zip(cut, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
+
+        def logits(wanted: Sequence[int]) -> torch.Tensor:
+            return self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in wanted]])
+
+        cut = [n for n, sequence in enumerate(sequences) if sequence.sample and _is_cut(sequence)]
+        for part in _parts(cut, singly=self._deterministic):
+            tokens_M, logprobs_M = draw(logits(part), [_params(sequences[n]) for n in part])
+            for n, token, logprob in zip(part, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
                 tokens[n], logprobs[n] = token, logprob
-        return _outputs(
-            sequences,
-            tokens,
-            logprobs,
-            lambda wanted: self._model.head.scaled(flight.step.logits_NV[[chosen[n] for n in wanted]]),
-        )
+        return _outputs(sequences, tokens, logprobs, logits, singly=self._deterministic)
 
     def _run_flat(self, flat: FlatDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         """Guesses are rows like sequences, each with one key more: a step writes all keys before it reads any, and a
@@ -273,9 +276,40 @@ class Sampler:
 
     def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         """Also an output for each that fills up, where there are such."""
-        device = self._model.device
         if self._multiple > 1:
             sequences = self._filled(sequences)
+        starts, hidden_TD, lora = self._hidden(sequences)
+        outputs = self._draw(sequences, starts, hidden_TD, lora)
+        return self._scored(sequences, starts, outputs, hidden_TD, lora)
+
+    def _run_chunks(self, graphs: DecodeGraphs, chunks: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """One pass of at most ``PASS_CHUNKS`` prompts' chunks, sorted by adapter. It always has room for as many: each
+        chunk begins at a multiple of its length and is filled up behind, then come chunks of nobody's. So the base's
+        products have one shape, an adapter's tiles are cut alike wherever the chunk lies, and attention is each
+        sequence's own. Likewise a token is drawn after each chunk, and kept where one is wanted."""
+        room = self.chunk_tokens
+        assert room is not None
+        strangers = [self._filler(None, room)] * (PASS_CHUNKS - len(chunks))
+        sequences = [*chunks, *strangers]
+        filled: list[SequenceStep] = []
+        for sequence in sequences:
+            filled.append(sequence)
+            if missing := room - len(sequence.tokens):
+                filled.append(self._filler(sequence.version, missing))
+        _, hidden_TD, lora = self._hidden(filled)
+        starts = range(0, PASS_CHUNKS * room, room)
+        outputs = [_output(chunk, None) for chunk in chunks]
+        if drawing := [(place, chunk) for place, chunk in enumerate(chunks) if chunk.sample]:
+            last_N = torch.tensor([start + len(s.tokens) - 1 for start, s in zip(starts, sequences, strict=True)])
+            hidden_ND = hidden_TD.index_select(0, to_device(last_N, self._model.device))
+            flight = graphs.draw(hidden_ND, sequences, [self._row(sequence) for sequence in sequences])
+            for (place, _), output in zip(drawing, self._land(flight, drawing), strict=True):
+                outputs[place] = output
+        return self._scored(chunks, starts[: len(chunks)], outputs, hidden_TD, lora)
+
+    def _hidden(self, sequences: Sequence[SequenceStep]) -> tuple[list[int], torch.Tensor, LoraPass | None]:
+        """Where each begins in the stream, the stream's hidden states [T, D], and its adapters for the head."""
+        device = self._model.device
         starts: list[int] = []
         tokens: list[int] = []
         positions: list[int] = []
@@ -284,18 +318,9 @@ class Sampler:
             tokens += (*sequence.tokens, *sequence.draft)
             positions += range(sequence.context, sequence.context + _num_inputs(sequence))
         trunk = self._model.trunk if self._decode is None else self._decode.prefill
-        hidden_TD, lora = trunk(
-            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), self._pass(sequences)
-        )
-        outputs = self._draw(sequences, starts, hidden_TD, lora)
-        for index, sequence in enumerate(sequences):
-            if sequence.prompt is not None:
-                rows = self._score(sequence.prompt, starts[index] + sequence.prompt.skip, hidden_TD, lora)
-                if rows is None:
-                    outputs[index] = _output(sequence, NOT_FINITE)
-                else:
-                    outputs[index] = replace(outputs[index], prompt=rows)
-        return outputs
+        tokens_T, positions_T = (to_device(torch.tensor(x), device) for x in (tokens, positions))
+        hidden_TD, lora = trunk(tokens_T, positions_T, self._pass(sequences))
+        return starts, hidden_TD, lora
 
     def _pass(self, sequences: Sequence[SequenceStep]) -> Pass:
         segments: list[Segment] = []
@@ -316,7 +341,7 @@ class Sampler:
             segments=tuple(segments),
             kv=KVPass(
                 pool=self._pool,
-                page_table=page_table.to(self._model.device),
+                page_table=to_device(page_table, self._model.device),
                 context_lens=tuple(s.context for s in sequences),
             ),
         )
@@ -348,6 +373,23 @@ class Sampler:
             outputs[index] = output
         return outputs
 
+    def _scored(
+        self,
+        sequences: Sequence[SequenceStep],
+        starts: Sequence[int],
+        outputs: Sequence[SequenceOutput],
+        hidden_TD: torch.Tensor,
+        lora: LoraPass | None,
+    ) -> list[SequenceOutput]:
+        """The outputs, with what is asked of prompts."""
+        scored: list[SequenceOutput] = []
+        for sequence, start, output in zip(sequences, starts, outputs, strict=True):
+            if sequence.prompt is not None:
+                rows = self._score(sequence.prompt, start + sequence.prompt.skip, hidden_TD, lora)
+                output = _output(sequence, NOT_FINITE) if rows is None else replace(output, prompt=rows)
+            scored.append(output)
+        return scored
+
     def _score(
         self, chunk: PromptChunk, start: int, hidden_TD: torch.Tensor, lora: LoraPass | None
     ) -> PromptRows | None:
@@ -377,13 +419,17 @@ def _outputs(
     tokens: Sequence[int],
     logprobs: Sequence[float],
     logits: Callable[[list[int]], torch.Tensor],
+    *,
+    singly: bool = False,
 ) -> list[SequenceOutput]:
-    """What was drawn, with the likeliest tokens where they are wanted. ``logits`` float32 of the rows asked for."""
+    """What was drawn, where that is wanted, with the likeliest tokens where they are. ``logits`` float32 of the rows
+    asked for."""
     finite = [math.isfinite(logprob) for logprob in logprobs]
     topk: dict[int, LikeliestRow] = {}
-    if wanted := [n for n, sequence in enumerate(sequences) if sequence.topk and finite[n]]:
-        asked = [(sequences[n].temperature, sequences[n].topk) for n in wanted]
-        topk = dict(zip(wanted, likeliest_rows(logits(wanted), asked), strict=True))
+    wanted = [n for n, sequence in enumerate(sequences) if sequence.topk and sequence.sample and finite[n]]
+    for part in _parts(wanted, singly=singly):
+        asked = [(sequences[n].temperature, sequences[n].topk) for n in part]
+        topk |= zip(part, likeliest_rows(logits(part), asked), strict=True)
     return [
         SequenceOutput(
             sequence=sequence.sequence,
@@ -392,10 +438,17 @@ def _outputs(
             logprobs=(logprobs[n],),
             topk=(topk[n],) if sequence.topk else (),
         )
-        if finite[n]
-        else _output(sequence, NOT_FINITE)
+        if finite[n] and sequence.sample
+        else _output(sequence, None if finite[n] else NOT_FINITE)
         for n, sequence in enumerate(sequences)
     ]
+
+
+def _parts(rows: list[int], *, singly: bool) -> list[list[int]]:
+    """What torch computes at once of these rows, in which the bits of each may depend on how many there are."""
+    if singly:
+        return [[row] for row in rows]
+    return [rows] if rows else []
 
 
 def _output(sequence: SequenceStep, error: str | None) -> SequenceOutput:

@@ -16,10 +16,12 @@ from descant.testing.paged_sampler import Finished, run
 from descant.testing.studio import Studio
 from descant.types import EncodedText, SampleRequest, SamplingParams, Version
 
-RANKS = {"a": 4, "b": 8, "c": 16, "d": 8}
-LENGTHS = (5, 64, 90, 130, 33)
-Drawn = Mapping[str, tuple[list[int], list[float], list[float]]]
-"""By request: tokens, their log-probabilities, the prompt's (without the first)."""
+RANKS = {"a": 4, "b": 8, "c": 16, "d": 8, "e": 128}
+LENGTHS = (5, 64, 90, 300, 33)
+"""Of prompts: less than a chunk, and more than one where that is 256 tokens."""
+OfRequest = tuple[list[int], list[float], object, list[float]]
+Drawn = Mapping[str, OfRequest]
+"""By request: tokens, their log-probabilities, the likeliest beside them, the prompt's (without the first)."""
 
 
 def publish(model: BaseModel) -> dict[str, Version]:
@@ -33,7 +35,7 @@ def publish(model: BaseModel) -> dict[str, Version]:
 
 
 def requests(versions: Mapping[str, Version], vocab_size: int, *, first: int = 0) -> list[SampleRequest]:
-    """Of the base and of every adapter: greedy, sampled, cut."""
+    """Of the base and of every adapter: greedy, sampled, cut, with alternatives and without."""
     chance = np.random.default_rng(first)
     params = [{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9, "top_k": 30}]
     owners = [None, *versions.values()]
@@ -45,6 +47,7 @@ def requests(versions: Mapping[str, Version], vocab_size: int, *, first: int = 0
             num_samples=1,
             sampling_params=SamplingParams(max_tokens=30 + n, stop=(), seed=first + n, **params[n % 3]),  # type: ignore[arg-type]
             prompt_logprobs=True,
+            topk_sample_logprobs=2 * (n % 4 == 0),
         )
         for n in range(10)
     ]
@@ -84,23 +87,29 @@ def in_every_company(model: BaseModel, sampler: Sampler, *, num_pages: int = 64)
     found: dict[str, Drawn] = {}
 
     def drawn(finished: Finished, of: Sequence[SampleRequest]) -> Drawn:
-        together = {}
+        together: dict[str, OfRequest] = {}
         for request in of:
             key, scores = (request.request_id, 0), finished.prompts[request.request_id].logprobs
             assert scores is not None
-            together[request.request_id] = (finished.tokens[key], finished.logprobs[key], scores[1:].tolist())
+            likeliest = finished.topk.get(key)
+            together[request.request_id] = (
+                finished.tokens[key],
+                finished.logprobs[key],
+                likeliest,
+                scores[1:].tolist(),
+            )
         return together
 
-    lone: dict[str, tuple[list[int], list[float], list[float]]] = {}
+    lone: dict[str, OfRequest] = {}
     for request in mine:
         finished, _ = sampled(model, sampler, [request], num_pages=num_pages, step_tokens=512)
         lone |= drawn(finished, [request])
     found["alone"] = lone
     for name, wanted, pages, step_tokens in (
-        ("all at once", mine, num_pages, 512),
+        ("all at once", mine, num_pages, 4096),
         ("in another order, in small chunks", mine[::-1], num_pages, 23),
         ("beside strangers", [*strangers[:5], *mine, *strangers[5:]], num_pages, 100),
-        ("on few pages", [*strangers[:3], *mine], 4, 100),
+        ("on few pages", [*strangers[:3], *mine], 7, 4096),
     ):
         finished, stats = sampled(model, sampler, wanted, num_pages=pages, step_tokens=step_tokens)
         assert name != "on few pages" or stats["preemptions"] > 0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from descant.model.lora import LoraPass
-from descant.model.passes import Pass, RowRef
+from descant.model.passes import Pass, RowRef, Segment
 from descant.sample.chance import uniform
 from descant.sample.decode import Columns, Flight
 from descant.sample.draw import RowParams, draw
@@ -25,11 +25,14 @@ class _Step:
 
 
 class StandInGraphs:
-    """Ahead where graphs would be. ``rows``: of each step that was launched."""
+    """Ahead where graphs would be. ``rows``: of each step that was launched; ``ahead``: how many of them were ahead;
+    ``prefills``: rows of each prefill."""
 
     def __init__(self, sampler: Sampler, max_rows: int = 8):
         self._sampler, self.max_rows = sampler, max_rows
         self.rows: list[int] = []
+        self.prefills: list[int] = []
+        self.ahead = 0
 
     def launch(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> Flight:
         return self._flight(sequences, sequences, rows, ahead=False)
@@ -54,7 +57,11 @@ class StandInGraphs:
         assert len(sequences) == len(rows) <= self.max_rows
         assert list(rows) == [self._sampler._row(s) for s in sequences]
         keys = [(row.rank_class, row.slot) if row else (0, 0) for row in rows]
-        assert self._sampler._deterministic or keys == sorted(keys)
+        assert keys == sorted(keys)
+        self.ahead += ahead
+        if self._sampler._deterministic:
+            num_missing = self.max_rows - len(sequences)
+            sequences = [*sequences, *[self._sampler._filler(None, 1)] * num_missing]
         self.rows.append(len(sequences))
         model = self._sampler._model
         hidden_ND, lora = model.trunk(
@@ -62,17 +69,32 @@ class StandInGraphs:
             torch.tensor([s.context for s in sequences]),
             self._sampler._pass(sequences),
         )
-        logits_NV, _ = model.head._raw_logits(hidden_ND, lora, 0)
+        step, result_2N = self._drawn(hidden_ND, lora, sequences)
+        return Flight(planned, Columns.of(sequences), step, result_2N, None, ahead=ahead)  # type: ignore[arg-type]
+
+    def _drawn(
+        self, hidden_ND: torch.Tensor, lora: LoraPass | None, sequences: Sequence[SequenceStep]
+    ) -> tuple[_Step, np.ndarray]:
+        head = self._sampler._model.head
+        logits_NV, _ = head._raw_logits(hidden_ND, lora, 0)
         params = [  # the cuts are the host's
             RowParams(temperature=s.temperature, top_k=-1, top_p=1.0, uniform=uniform(s.seed, s.draw))
             for s in sequences
         ]
-        tokens_N, logprobs_N = draw(model.head.scaled(logits_NV), params)
+        tokens_N, logprobs_N = draw(head.scaled(logits_NV), params)
         result_2N = np.stack([tokens_N.numpy(), logprobs_N.numpy()]).astype(np.float64)
-        columns = Columns.of(sequences)
-        return Flight(planned, columns, _Step(logits_NV, tokens_N), result_2N, None, ahead=ahead)  # type: ignore[arg-type]
+        return _Step(logits_NV, tokens_N), result_2N
 
     def prefill(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass
     ) -> tuple[torch.Tensor, LoraPass | None]:
+        self.prefills.append(len(tokens_T))
         return self._sampler._model.trunk(tokens_T, positions_T, pass_)
+
+    def draw(self, hidden_ND: torch.Tensor, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> Flight:
+        assert len(hidden_ND) == len(sequences) == len(rows)
+        segments = tuple(Segment(start=n, end=n + 1, row=row) for n, row in enumerate(rows) if row is not None)
+        pass_ = Pass(seq_lens=(1,) * len(rows), segments=segments)
+        lora = LoraPass.of(pass_, self._sampler._model.bank)
+        step, result_2N = self._drawn(hidden_ND, lora, sequences)
+        return Flight(sequences, Columns.of(sequences), step, result_2N, None, ahead=False)  # type: ignore[arg-type]

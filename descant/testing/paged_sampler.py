@@ -173,8 +173,9 @@ class PagedFake:
         return cells[:length]
 
     def _output(self, step: SequenceStep) -> SequenceOutput:
-        cells = self._own[step.sequence]
-        assert self._cells(step, step.context + len(step.tokens)) == cells, "keys were overwritten in this step"
+        end = step.context + len(step.tokens)
+        cells = self._own[step.sequence][:end]  # a chunk behind this one may have been computed as well
+        assert self._cells(step, end) == cells, "keys were overwritten in this step"
         history = [token for _, token, _ in cells]
         prompt = None if step.prompt is None else self._score(step.prompt, step.context + step.prompt.skip, history)
         if not step.sample:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
-from descant.sample.step import Sampler
-from descant.testing.company import in_every_company
-from descant.testing.tiny import tiny_model
+from descant.sample.decode import DecodeGraphs
+from descant.sample.step import CHUNK_TOKENS, PASS_CHUNKS, Sampler
+from descant.testing.company import in_every_company, publish, sampled
+from descant.testing.tiny import VOCAB_SIZE, tiny_model
+from descant.types import EncodedText, SampleRequest, SamplingParams, Version
+
+NUM_PAGES = 128
+LENGTHS = (1, 300, 64, 256, 257, 130, 500, 33, 90, 255, 12)
+"""Of prompts: one chunk each or two, full or not; 14 in all, which are two passes."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -29,3 +38,70 @@ def test_the_same_bits_in_any_company(tmp_path: Path, arch: str, dtype: torch.dt
             assert drawn[name] == alone[name], (company, name)
     assert sampler._decode is not None
     assert not any(key.beside for key in sampler._decode._graphs), "whether they are would depend on the company"
+
+
+def ask(number: int, version: Version | None, length: int) -> SampleRequest:
+    tokens = np.random.default_rng(length).integers(0, VOCAB_SIZE, length).astype(np.int32)
+    return SampleRequest(
+        request_id=f"r{number}",
+        version=version,
+        prompt=(EncodedText(tokens=tokens),),
+        num_samples=1,
+        sampling_params=SamplingParams(max_tokens=3, stop=(), seed=length, temperature=float(number % 3 > 0)),
+        prompt_logprobs=True,
+    )
+
+
+Drawn = tuple[list[int], list[float], list[float]]
+
+
+def drawn(model: BaseModel, sampler: Sampler, wanted: Sequence[SampleRequest]) -> dict[str, Drawn]:
+    """By request: tokens, their log-probabilities, the prompt's (without the first). Prompts begin in one step."""
+    finished, _ = sampled(model, sampler, wanted, num_pages=NUM_PAGES, step_tokens=2 * PASS_CHUNKS * CHUNK_TOKENS)
+    found = {}
+    for request in wanted:
+        key, scores = (request.request_id, 0), finished.prompts[request.request_id].logprobs
+        assert scores is not None
+        found[request.request_id] = (finished.tokens[key], finished.logprobs[key], scores[1:].tolist())
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_prompts_are_the_same_together_alone_and_in_another_order(
+    tmp_path: Path, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the base and of adapters of three rank classes, one of which has tiles of its own size."""
+    model, sampler, versions = deterministic(tmp_path, dtype, compiled)
+    owners = [None, versions["a"], versions["c"], versions["e"], versions["b"]]
+    wanted = [ask(n, owners[n % len(owners)], length) for n, length in enumerate(LENGTHS)]
+    rows: list[int] = []
+    prefill = DecodeGraphs.prefill
+
+    def noted(self: DecodeGraphs, tokens_T: torch.Tensor, *rest: object) -> object:
+        rows.append(len(tokens_T))
+        return prefill(self, tokens_T, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DecodeGraphs, "prefill", noted)
+    together = drawn(model, sampler, wanted)
+    assert rows == [PASS_CHUNKS * CHUNK_TOKENS] * 2
+    assert drawn(model, sampler, wanted[::-1]) == together
+    assert drawn(model, sampler, wanted[4:] + wanted[:4]) == together
+    for request in wanted:
+        assert drawn(model, sampler, [request])[request.request_id] == together[request.request_id], request.request_id
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_chunk_is_the_same_at_every_place_of_a_pass(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, sampler, versions = deterministic(tmp_path, dtype, compiled=True)
+    for version in (None, versions["a"], versions["e"]):
+        wanted = [ask(3 * n, version, 200) for n in range(PASS_CHUNKS)]
+        found = list(drawn(model, sampler, wanted).values())
+        assert all(each == found[0] for each in found)
+
+
+def deterministic(tmp_path: Path, dtype: torch.dtype, compiled: bool) -> tuple[BaseModel, Sampler, dict[str, Version]]:
+    source = ModelSource(name="qwen3", directory=tiny_model("qwen3", tmp_path / "qwen3"))
+    model = load_model(source, device=torch.device("cuda"), dtype=dtype, check=False)
+    sampler = Sampler(model, num_pages=NUM_PAGES, deterministic=True, compile_decode=compiled)
+    return model, sampler, publish(model)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
+from descant.model.passes import Pass, Segment
+from descant.sample.decode import DecodeGraphs
 from descant.sample.pages import PAGE_TOKENS
-from descant.sample.step import Sampler
-from descant.testing.company import in_every_company
+from descant.sample.step import PASS_CHUNKS, Sampler
+from descant.testing.company import in_every_company, publish, requests, sampled
 from descant.testing.graphs import StandInGraphs
 from descant.testing.paged_sampler import Finished, PagedFake, request, scheduler
 from descant.testing.tiny import tiny_model
@@ -35,8 +39,41 @@ def test_the_same_bits_in_any_company(tmp_path: Path, arch: str, dtype: torch.dt
 
 
 def test_the_same_bits_where_graphs_decode(tmp_path: Path) -> None:
-    """The rules of a CUDA device, with a stand-in for its graphs: prompts alone and in chunks, decode steps always
-    full, drawn tokens computed again one by one."""
+    """The rules of a CUDA device, with a stand-in for its graphs: prompts in chunks, prefills and decode steps always
+    full, drawn tokens computed again one by one, also where the device is a step ahead."""
+    model, sampler, graphs = with_graphs(tmp_path)
+    found = in_every_company(model, sampler)
+    assert set(graphs.rows) == {graphs.max_rows}
+    assert set(graphs.prefills) == {PASS_CHUNKS * PAGE_TOKENS}
+    assert graphs.ahead > 100
+    alone = found.pop("alone")
+    for company, drawn in found.items():
+        for name in alone:
+            assert drawn[name] == alone[name], (company, name)
+
+
+def test_what_is_computed_again_is_not_drawn_again_ahead(tmp_path: Path) -> None:
+    """Requests that a device draws for by itself: it goes ahead until one of them is preempted, and after."""
+    model, sampler, _ = with_graphs(tmp_path)
+    wanted = [
+        replace(
+            entry,
+            sampling_params=replace(entry.sampling_params, temperature=1.0, top_k=-1, top_p=1.0, max_tokens=100),
+            topk_sample_logprobs=0,
+            prompt_logprobs=False,
+        )
+        for entry in requests(publish(model), model.facts.vocab_size)
+        if len(entry.prompt[0].tokens) < PAGE_TOKENS
+    ]
+    together, stats = sampled(model, sampler, wanted, num_pages=8, step_tokens=4096)
+    assert stats["preemptions"] > 0
+    for entry in wanted:
+        alone, _ = sampled(model, sampler, [entry], num_pages=8, step_tokens=4096)
+        key = entry.request_id, 0
+        assert (alone.tokens[key], alone.logprobs[key]) == (together.tokens[key], together.logprobs[key])
+
+
+def with_graphs(tmp_path: Path) -> tuple[BaseModel, Sampler, StandInGraphs]:
     model = load_model(
         ModelSource(name="tiny", directory=tiny_model("llama", tmp_path)),
         device=torch.device("cpu"),
@@ -47,12 +84,24 @@ def test_the_same_bits_where_graphs_decode(tmp_path: Path) -> None:
     sampler.chunk_tokens = PAGE_TOKENS
     graphs = StandInGraphs(sampler)
     sampler._decode = graphs  # type: ignore[assignment]
-    found = in_every_company(model, sampler)
-    assert set(graphs.rows) == {graphs.max_rows}
-    alone = found.pop("alone")
-    for company, drawn in found.items():
-        for name in alone:
-            assert drawn[name] == alone[name], (company, name)
+    return model, sampler, graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapters_tiles_do_not_depend_on_the_others(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In prefill: large ranks need smaller tiles, which add their sums in another order."""
+    source = ModelSource(name="tiny", directory=tiny_model("llama", tmp_path))
+    model = load_model(source, device=torch.device("cpu"), dtype=dtype, check=False)
+    narrow, wide = (model.bank.pin(version) for name, version in publish(model).items() if name in "ce")
+    assert (narrow.rank_class, wide.rank_class) == (16, 128)
+    graphs = DecodeGraphs(model, model.make_kv_pool(1), dummy_page=0, table_width=1)
+
+    def tiles(*segments: Segment) -> dict[int, list[list[int]]]:
+        classes = graphs._prefill_adapters(Pass(seq_lens=(384,), segments=segments))
+        return {entry.rank_class: entry.tiles_C5[:, :2].tolist() for entry in classes}
+
+    own, other = Segment(start=128, end=384, row=narrow), Segment(start=0, end=128, row=wide)
+    assert tiles(own)[16] == tiles(other, own)[16]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -61,7 +110,8 @@ def test_what_is_computed_together_is_the_same_in_any_company(seed: int) -> None
     and their pages are kept for nobody."""
     chance = random.Random(seed)
     num_pages = chance.choice([5, 8, 30])
-    limits = {"num_pages": num_pages, "step_tokens": CHUNK + chance.choice([0, 30]), "chunk_tokens": CHUNK}
+    step_tokens = CHUNK * chance.choice([1, 2, 5]) + chance.choice([0, 30])
+    limits = {"num_pages": num_pages, "step_tokens": step_tokens, "chunk_tokens": CHUNK}
     s, fake = scheduler(**limits), PagedFake(num_pages)
     shared = [chance.randrange(90) for _ in range(200)]
     entries = [
@@ -82,9 +132,14 @@ def test_what_is_computed_together_is_the_same_in_any_company(seed: int) -> None
             lengths[len(lengths)] = len(entry.prompt[0].tokens), entry.sampling_params.max_tokens, sample
         s.add(entry)
     while (plan := s.plan()) is not None:
+        ends: dict[int, int] = {}
+        room = step_tokens // CHUNK - sum(not step.drawn for step in plan.sequences)
+        assert room >= 0
         for step in plan.sequences:
             num_prompt, _, _ = lengths[step.sequence]
             end = step.context + len(step.tokens)
+            assert ends.get(step.sequence, step.context) == step.context
+            ends[step.sequence] = end
             if step.drawn:
                 assert step.context >= num_prompt
                 assert len(step.tokens) == 1
@@ -92,6 +147,7 @@ def test_what_is_computed_together_is_the_same_in_any_company(seed: int) -> None
                 assert end <= num_prompt
                 assert step.context % PAGE_TOKENS == 0
                 assert end == min((step.context // CHUNK + 1) * CHUNK, num_prompt)
+        assert room == 0 or all(end >= lengths[number][0] for number, end in ends.items()), "it could do more"
         finished.take(s.apply(plan, fake.step(plan)))
     assert s.stats()["used_pages"] == 0
     # Computed again or not, the tokens are those of a scheduler without rules.
