@@ -51,6 +51,7 @@ from descant.ranks.turns import (
     WaitingModel,
     credit_after,
     decide,
+    in_line,
     sampling_rank,
     served_on_arrival,
     split,
@@ -124,8 +125,12 @@ class Executor(Protocol):
         """What the models of one microbatch, and those with open requests, may take together."""
         ...
 
+    def is_resident(self, model_id: str) -> bool:
+        """Whether its rows are on the device."""
+        ...
+
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
-        """Before a turn about ``keep``: these are asked for next, in this order. Never raises."""
+        """Before a turn about ``keep``: these are asked for after it, in this order. Never raises."""
         ...
 
     def microbatch(self, turn: Microbatch) -> list[Outcome]:
@@ -204,6 +209,7 @@ class Entry:
 class ModelQueue:
     entries: deque[Entry] = field(default_factory=deque)
     served: int = 0
+    passed_over: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,13 +270,14 @@ class TurnLoop:
         try:
             while not self._stopped:
                 self._take_messages()
-                choice = self._decide()
+                models = tuple(self._waiting(model_id, waiting) for model_id, waiting in self._models.items())
+                choice = self._decide(models)
                 if choice.kind == "idle":
                     if not self._stopped:
                         self._wait()
                     continue
                 self._turn += 1
-                self._execute(choice)
+                self._execute(choice, models)
                 self._board.write(self._turn, "")
                 self._last = choice.kind
                 self._credit = credit_after(self._credit, choice.kind, steps_per_microbatch=self._steps_per_microbatch)
@@ -415,8 +422,7 @@ class TurnLoop:
         self._writer.submit(write).add_done_callback(done)
 
     # ------------------------------------------------------------------------------------------------ the decision
-    def _decide(self) -> Choice:
-        models = tuple(self._waiting(model_id, waiting) for model_id, waiting in self._models.items())
+    def _decide(self, models: tuple[WaitingModel, ...]) -> Choice:
         return decide(
             Waiting(
                 models=models,
@@ -457,15 +463,21 @@ class TurnLoop:
             adapter_bytes=adapter_bytes,
             request_bytes=request_bytes,
             open_requests=sum(entry.next_datum > 0 for entry in waiting.entries),
+            resident=self._executor.is_resident(model_id),
+            passed_over=waiting.passed_over,
         )
 
     # ------------------------------------------------------------------------------------------------ turns
-    def _execute(self, choice: Choice) -> None:
-        now = {part.request[0] for part in choice.parts} | {command.model_id for command in choice.commands}
-        soon = sorted(self._models.keys() - now, key=lambda model_id: self._models[model_id].served)
+    def _execute(self, choice: Choice, models: Sequence[WaitingModel]) -> None:
+        keys = {part.request for part in choice.parts} | {(c.model_id, c.seq_id) for c in choice.commands}
+        now = {model_id for model_id, _ in keys}
+        soon = [m for m in in_line(models, now) if any(entry.key not in keys for entry in self._models[m].entries)]
         self._executor.prefetch(soon, keep=now)
         match choice.kind:
             case "microbatch":
+                for model in models:
+                    over = bool(model.data) and model.model_id not in now
+                    self._models[model.model_id].passed_over = model.passed_over + 1 if over else 0
                 self._run_microbatch(choice.data)
             case "rows":
                 self._run_rows(choice.commands)
