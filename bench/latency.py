@@ -11,7 +11,9 @@ that others work on too.
 ``update``: ``--update-sequences`` requests follow a model's newest weights (``inflight``); its optimiser step and the
 snapshot behind it are sent together, the publication when the snapshot is there. ``added``: from the turn of the step
 to the first token of the new weights, less an optimiser step alone and the decode step that the token takes anyway.
-``stall``: the longest gap of that time less the turn of the step, in decode steps; 1 is no stall.
+``steps_between``: decode steps that ended from that turn's beginning to that token, its own included; ``rows_turns``:
+turns that step and snapshot took. ``stall``: the longest gap of that time less the turn of the step, in decode steps; 1
+is no stall.
 
 The server's socket and process lie outside: some 0.2 ms for the publication's way there and back.
 """
@@ -287,7 +289,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         return min(sum(at >= start for at, _ in desk.tokens[key][-40:]) for key in keys)
 
     desk.until(lambda: all(len(desk.tokens[key]) >= 3 for key in keys))
-    added, stalls, steps = [], [], []
+    added, stalls, steps, between, rows_turns = [], [], [], [], []
     for _ in range(options.rounds):
         desk.answer(desk.send(backward))
         worker.turns.clear()
@@ -308,6 +310,8 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         first = min(at for key in keys for at, version in desk.tokens[key][-40:] if version == ref.version)
         rows = worker.turns["rows"]
         turn = 1000 * sum(end - start for start, end in rows)
+        rows_turns.append(len(rows))
+        between.append(sum(rows[0][0] <= end <= first for _, end in worker.turns["step"]))
         added.append(1000 * (first - rows[0][0]) - optimiser - bare)
         after = time.perf_counter()
         desk.until(lambda after=after: since(after) >= 2)  # type: ignore[misc]
@@ -322,6 +326,9 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         "step_ms": statistics.median(steps),
         "added_ms": statistics.median(added),
         "added_max_ms": max(added),
+        "steps_between": statistics.median(between),
+        "steps_between_max": max(between),
+        "rows_turns_max": max(rows_turns),
         "stall_steps": statistics.median(stalls),
         "stall_max_steps": max(stalls),
     }
@@ -333,7 +340,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=60)
-    parser.add_argument("--microbatch-tokens", type=int, default=RankSettings().microbatch_tokens)
+    parser.add_argument("--microbatch-tokens", type=int, help="of a pass; a rank's own unless set")
     parser.add_argument("--update-sequences", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int)
@@ -356,6 +363,7 @@ def main() -> None:
         model = load_model(ModelSource(name=options.shape, directory=directory), device=device)
     options.context = model.facts.max_context_length
     worker = Timed(Worker(model, settings))
+    options.microbatch_tokens = worker.microbatch_tokens
     gc.collect()
     gc.freeze()  # as a rank does
     desk = Desk(worker, settings)

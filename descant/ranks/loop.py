@@ -73,6 +73,7 @@ from descant.types import (
     Result,
     SampleDelta,
     SampleRequest,
+    Snapshot,
     SnapshotRef,
     Version,
     input_length,
@@ -85,6 +86,9 @@ QUIET_S = 0.0005
 """A rank with nothing to do waits until nothing more has come for so long …"""
 BURST_S = 0.004
 """… but no longer than this."""
+PUBLISH_S = 0.0005
+"""Weights that running sequences follow are published once whoever asked for them has the answer, some 0.2 ms later by
+way of another process. So long the next step waits for that: begun before, it would be one more of the old weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -529,6 +533,20 @@ class TurnLoop:
         except Exception as error:
             outcomes = self._broken(error, [((c.model_id, c.seq_id), c) for c in commands])
         self._settle(outcomes)
+        rows = {(c.model_id, c.seq_id) for c in commands if isinstance(c, Snapshot) and not c.for_disk}
+        taken = [outcome.result for outcome in outcomes if outcome.key in rows]
+        self._await_publication({ref.version for ref in taken if isinstance(ref, SnapshotRef)})
+
+    def _await_publication(self, versions: set[Version]) -> None:
+        """Of those that somebody waits to follow."""
+        versions = {version for version in versions if any(s.followers(version) for s in self._schedulers)}
+        until = self._seconds() + PUBLISH_S
+        with contextlib.suppress(queue.Empty):
+            while versions and not self._stopped and (left := until - self._seconds()) > 0:
+                message = self._inbox.get(timeout=left)
+                self._take(message)
+                if isinstance(message, Publish):
+                    versions.discard(message.ref.version)
 
     def _broken(self, error: Exception, commands: Sequence[tuple[RequestKey, Command]]) -> list[Outcome]:
         failure = as_descant(error)
