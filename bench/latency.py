@@ -11,7 +11,8 @@ that others work on too.
 ``update``: ``--update-sequences`` requests follow a model's newest weights (``inflight``); its optimiser step and the
 snapshot behind it are sent together, the publication when the snapshot is there. ``added``: from the turn of the step
 to the first token of the new weights, less an optimiser step alone and the decode step that the token takes anyway.
-``steps_between``: decode steps that ended from that turn's beginning to that token, its own included; ``rows_turns``:
+``in_the_turn``: of this what that turn took longer than an optimiser step alone: the snapshot, and on CUDA what was left
+of the step that the device was ahead with, which was begun before it. ``steps_between``: decode steps that ended from that turn's beginning to that token, its own included; ``rows_turns``:
 turns that step and snapshot took. ``stall``: the longest gap of that time less the turn of the step, in decode steps; 1
 is no stall.
 
@@ -289,7 +290,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         return min(sum(at >= start for at, _ in desk.tokens[key][-40:]) for key in keys)
 
     desk.until(lambda: all(len(desk.tokens[key]) >= 3 for key in keys))
-    added, stalls, steps, between, rows_turns = [], [], [], [], []
+    added, before, stalls, steps, between, rows_turns = [], [], [], [], [], []
     for _ in range(options.rounds):
         desk.answer(desk.send(backward))
         worker.turns.clear()
@@ -310,6 +311,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         first = min(at for key in keys for at, version in desk.tokens[key][-40:] if version == ref.version)
         rows = worker.turns["rows"]
         turn = 1000 * sum(end - start for start, end in rows)
+        before.append(turn - optimiser)
         rows_turns.append(len(rows))
         between.append(sum(rows[0][0] <= end <= first for _, end in worker.turns["step"]))
         added.append(1000 * (first - rows[0][0]) - optimiser - bare)
@@ -326,6 +328,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         "step_ms": statistics.median(steps),
         "added_ms": statistics.median(added),
         "added_max_ms": max(added),
+        "added_in_the_turn_ms": statistics.median(before),
         "steps_between": statistics.median(between),
         "steps_between_max": max(between),
         "rows_turns_max": max(rows_turns),

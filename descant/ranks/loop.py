@@ -254,6 +254,8 @@ class TurnLoop:
         # Models with something waiting, in order of arrival; ``_served`` remembers the others.
         self._models: OrderedDict[str, ModelQueue] = OrderedDict()
         self._served: dict[str, int] = {}
+        self._served_last = 0
+        """By the least served model of the last pass, before it."""
         self._schedulers = [executor.make_scheduler() for _ in range(executor.num_ranks)]
         self._samples: dict[str, _Sampled] = {}
         self._newest: dict[str, Version] = {}
@@ -363,7 +365,8 @@ class TurnLoop:
         waiting = self._models.get(command.model_id)
         if waiting is None:
             others = (model.served for model in self._models.values())
-            waiting = ModelQueue(served=served_on_arrival(self._served.get(command.model_id, 0), others))
+            served = served_on_arrival(self._served.get(command.model_id, 0), others, self._served_last)
+            waiting = ModelQueue(served=served)
             self._models[command.model_id] = waiting
         waiting.entries.append(entry)
 
@@ -489,6 +492,7 @@ class TurnLoop:
                 self._run_sample_step()
 
     def _run_microbatch(self, data: Sequence[WaitingDatum]) -> None:
+        self._served_last = min(self._models[datum.part.request[0]].served for datum in data)
         entries: dict[RequestKey, Entry] = {}
         opens: list[ForwardBackward] = []
         tokens, backward = 0, False

@@ -399,7 +399,8 @@ def credit_after(credit: float, kind: Kind, *, steps_per_microbatch: float) -> f
     return credit
 
 
-def served_on_arrival(served: int, others: Iterable[int]) -> int:
+def served_on_arrival(served: int, others: Iterable[int], last: int = 0) -> int:
     """``served`` of a model that had nothing waiting and now has: at least what the least served of the others has
-    had, so that a newcomer goes first once, not until it has caught up with everybody's past."""
-    return max(served, min(others, default=served))
+    had, or, where nobody waits just then, what the least served of the ``last`` pass had before it. So a newcomer goes
+    first once, not until it has caught up with everybody's past."""
+    return max(served, min(others, default=last))

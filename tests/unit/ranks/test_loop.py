@@ -114,6 +114,20 @@ async def test_a_light_tenant_does_not_wait_for_a_heavy_one(rank: tuple[Replica,
     await asyncio.gather(*map(result, many))
 
 
+async def test_who_comes_while_nobody_waits_does_not_catch_up_with_the_past(rank: tuple[Replica, Seen]) -> None:
+    """One has trained alone for long, and rests for a moment. Whoever comes then has the same share, not all."""
+    replica, seen = rank
+    old, new = Model(replica, "old"), Model(replica, "new")
+    await asyncio.gather(result(old.create()), result(new.create()))
+    data = (datum(list(range(1, 15))),) * 10
+    for _ in range(2):
+        await result(old.backward(data))
+    seen.turns.clear()
+    await asyncio.gather(*(result(model.backward(data)) for model in (new, old)))
+    order = [part.request[0] for turn in seen.turns for part in turn.parts]
+    assert 4 <= order[:10].count("old") <= 6
+
+
 async def test_tokens_are_sampled_while_training_goes_on(rank: tuple[Replica, Seen]) -> None:
     replica, seen = rank
     model = Model(replica)

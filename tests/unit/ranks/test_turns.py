@@ -247,10 +247,11 @@ def test_nobody_waits_for_many_passes_whoever_comes_and_whose_rows_are_here(
     queues: dict[str, list[list[int]]] = {}
     comes = dict.fromkeys(COSTS, 0)
     begun, served, passed_over = Counter[str](), Counter[str](), Counter[str]()
+    last = 0
     here: list[str] = []
     for number in range(200):
         for model in [model for model, at in comes.items() if at == number]:
-            served[model] = served_on_arrival(served[model], [served[other] for other in queues])
+            served[model] = served_on_arrival(served[model], [served[other] for other in queues], last)
             passed_over[model] = 0
             queues[model] = [
                 [random.randint(1, lengths[model]) for _ in range(datums[model])]
@@ -276,6 +277,7 @@ def test_nobody_waits_for_many_passes_whoever_comes_and_whose_rows_are_here(
         choice = decide(waiting(*models), microbatch_tokens=BUDGET, max_adapter_bytes=room)
         taken = {part.request[0] for part in choice.parts}
         assert taken or not queues
+        last = min((served[model] for model in taken), default=last)
         for model in queues.keys() - taken:
             passed_over[model] += 1
             assert passed_over[model] <= len(COSTS) * (PATIENCE + 2 * MAX_DATUMS)
@@ -344,6 +346,8 @@ def test_a_newcomer_does_not_shut_the_others_out() -> None:
     assert served_on_arrival(0, [5000, 7000]) == 5000
     assert served_on_arrival(6000, [5000, 7000]) == 6000
     assert served_on_arrival(40, []) == 40
+    assert served_on_arrival(40, [], last=900) == 900
+    assert served_on_arrival(40, [30], last=900) == 40
 
 
 @given(
