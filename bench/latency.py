@@ -11,10 +11,10 @@ that others work on too.
 ``update``: ``--update-sequences`` requests follow a model's newest weights (``inflight``); its optimiser step and the
 snapshot behind it are sent together, the publication when the snapshot is there. ``added``: from the turn of the step
 to the first token of the new weights, less an optimiser step alone and the decode step that the token takes anyway.
-``in_the_turn``: of this what that turn took longer than an optimiser step alone: the snapshot, and on CUDA what was left
-of the step that the device was ahead with, which was begun before it. ``steps_between``: decode steps that ended from that turn's beginning to that token, its own included; ``rows_turns``:
-turns that step and snapshot took. ``stall``: the longest gap of that time less the turn of the step, in decode steps; 1
-is no stall.
+``added_in_the_turn``: of this what that turn took longer than an optimiser step alone: the snapshot, and on CUDA what
+was left of the step that the device was ahead with, which was begun before it. ``steps_between``: decode steps that
+ended from that turn's beginning to that token, its own included. ``rows_turns``: turns that step and snapshot took.
+``stall``: the longest gap of that time less the turn of the step, in decode steps; 1 is no stall.
 
 The server's socket and process lie outside: some 0.2 ms for the publication's way there and back.
 """
