@@ -11,6 +11,9 @@ that others work on too.
 ``update``: ``--update-sequences`` requests follow a model's newest weights (``inflight``); its optimiser step and the
 snapshot behind it are sent together, the publication when the snapshot is there. ``added``: from the turn of the step
 to the first token of the new weights, less an optimiser step alone and the decode step that the token takes anyway.
+``added_in_the_turn``: of this what that turn took longer than an optimiser step alone: the snapshot, and on CUDA what
+was left of the step that the device was ahead with, which was begun before it. ``steps_between``: decode steps that
+ended from that turn's beginning to that token, its own included. ``rows_turns``: turns that step and snapshot took.
 ``stall``: the longest gap of that time less the turn of the step, in decode steps; 1 is no stall.
 
 The server's socket and process lie outside: some 0.2 ms for the publication's way there and back.
@@ -287,7 +290,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         return min(sum(at >= start for at, _ in desk.tokens[key][-40:]) for key in keys)
 
     desk.until(lambda: all(len(desk.tokens[key]) >= 3 for key in keys))
-    added, stalls, steps = [], [], []
+    added, before, stalls, steps, between, rows_turns = [], [], [], [], [], []
     for _ in range(options.rounds):
         desk.answer(desk.send(backward))
         worker.turns.clear()
@@ -308,6 +311,9 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         first = min(at for key in keys for at, version in desk.tokens[key][-40:] if version == ref.version)
         rows = worker.turns["rows"]
         turn = 1000 * sum(end - start for start, end in rows)
+        before.append(turn - optimiser)
+        rows_turns.append(len(rows))
+        between.append(sum(rows[0][0] <= end <= first for _, end in worker.turns["step"]))
         added.append(1000 * (first - rows[0][0]) - optimiser - bare)
         after = time.perf_counter()
         desk.until(lambda after=after: since(after) >= 2)  # type: ignore[misc]
@@ -322,6 +328,10 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         "step_ms": statistics.median(steps),
         "added_ms": statistics.median(added),
         "added_max_ms": max(added),
+        "added_in_the_turn_ms": statistics.median(before),
+        "steps_between": statistics.median(between),
+        "steps_between_max": max(between),
+        "rows_turns_max": max(rows_turns),
         "stall_steps": statistics.median(stalls),
         "stall_max_steps": max(stalls),
     }
@@ -334,7 +344,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=60)
-    parser.add_argument("--microbatch-tokens", type=int, help="default: as a rank chooses")
+    parser.add_argument("--microbatch-tokens", type=int, help="of a pass; a rank's own unless set")
     parser.add_argument("--update-sequences", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int)

@@ -323,9 +323,9 @@ class _Slab:
         states = self.num_placed + len(self._spare)
         return states * self.state_bytes + self.num_placed * self.work.row_bytes + self.gradient.committed_bytes
 
-    def placing_bytes(self, *, adopted: bool) -> int:
-        """What one more adapter adds to that. ``adopted``: it brings a state along."""
-        state = 0 if self._spare and not adopted else self.state_bytes
+    def placing_bytes(self) -> int:
+        """What one more adapter adds to that."""
+        state = 0 if self._spare else self.state_bytes
         return state + self.work.row_bytes + self.gradient.growth_bytes()
 
     @property
@@ -345,6 +345,12 @@ class _Slab:
             start = -raw.ctypes.data % ALIGN_BYTES
             state = torch.from_numpy(raw[start : start + self.state_bytes]).view(torch.float32)
             return state.view(3, self.layout.row), False
+
+    def adopt(self, state: torch.Tensor) -> torch.Tensor:
+        """One that an adapter brings along takes the place of a spare one, if there is any."""
+        if self._spare:
+            self._spare.pop()
+        return state
 
     def give_state(self, state: torch.Tensor) -> None:
         self._spare.append(state)
@@ -413,7 +419,11 @@ class AdapterBank:
         self._published: dict[Version, _Published] = {}
         self._trained: dict[tuple[bool, bool, bool], tuple[bool, ...]] = {}
         self._spans: dict[LoraConfig, tuple[_Span, ...]] = {}
-        self._wanted: frozenset[str] = frozenset()
+        self._wanted: dict[str, int] = {}
+        """Who will be asked for after the turn that runs, and when: 0 is first."""
+        self._keep: frozenset[str] = frozenset()
+        self._turn_began = 0
+        """By ``_clock``."""
         self._clock = 0
         self._seconds = clock
         self._evictions = self._loads = self._read_ahead = 0
@@ -539,11 +549,13 @@ class AdapterBank:
         return slab.state_bytes + slab.work.row_bytes + gradient + scratch, gradient
 
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
-        """``model_ids`` will be asked for soon, in this order, once the turn about ``keep`` has run. Moves what it can
-        beside that turn, within the limits, displacing neither those nor ``keep``: on CUDA rows, everywhere files into
-        host memory; and what that will have to give up into files. Never fails: what goes wrong is told to who asks
-        for the rows."""
-        self._wanted = frozenset(model_ids)
+        """``model_ids`` will be asked for, in this order, once the turn about ``keep`` has run (which of them may go on
+        then). Moves what it can beside that turn, within the limits, displacing neither those nor ``keep``: on CUDA
+        rows, everywhere files into host memory; and what that will have to give up into files. Until the next call,
+        rows that others displace are those needed last by it. Never fails: what goes wrong is told to who asks for the
+        rows."""
+        self._wanted = {model_id: place for place, model_id in enumerate(model_ids)}
+        self._keep, self._turn_began = frozenset(keep), self._clock
         self._write_ahead()
         reading = 0
         for model_id in model_ids:
@@ -754,9 +766,9 @@ class AdapterBank:
     def _make_training_room(
         self, needed: Callable[[], int], *, slab: _Slab | None = None, keep: Adapter | None = None
     ) -> None:
-        """Until ``needed()`` more bytes of ``slab`` fit: what other slabs do not use goes first, then the longest
-        unused adapters, those that nobody waits for before those that somebody does. What is held stays: then the
-        limit is passed. Raises ``ServerError`` when host and disk are full, and has lost nothing."""
+        """Until ``needed()`` more bytes of ``slab`` fit: what other slabs do not use goes first, then adapters, the one
+        that is needed last before the others (``_need``). What is held stays: then the limit is passed. Raises
+        ``ServerError`` when host and disk are full, and has lost nothing."""
         while self._training_bytes() + needed() > self.max_adapter_bytes:
             self._mover.settle()  # what is given back may be used at once
             if any([other.trim() for other in self._slabs.values() if other is not slab]):
@@ -769,15 +781,22 @@ class AdapterBank:
 
     def _victim(self, where: Callable[[Adapter], bool]) -> Adapter | None:
         idle = (a for a in self._adapters.values() if a.place is not None and a.holds == 0 and where(a))
-        return min(idle, key=lambda a: (a.model_id in self._wanted, a.used), default=None)
+        return min(idle, key=self._need, default=None)
+
+    def _need(self, adapter: Adapter) -> tuple[int, int]:
+        """Sorts adapters by how soon they will be needed, the last first: the longest unused of those that nobody
+        waits for, then who is asked for last, then those whose part of this turn is still to come."""
+        if adapter.model_id in self._keep and adapter.used <= self._turn_began:
+            return (2, adapter.used)
+        place = self._wanted.get(adapter.model_id)
+        return (0, adapter.used) if place is None else (1, -place)
 
     def _bring_now(self, adapter: Adapter) -> _Place:
         parked = self._fetch(adapter)
         slab = self._slab(adapter.rank_class)
-        adopted = parked is not None and parked.adoptable
         in_memory, adapter.parked = adapter.parked, None  # what it displaces may take its place on the host
         try:
-            self._make_training_room(lambda: slab.placing_bytes(adopted=adopted), slab=slab, keep=adapter)
+            self._make_training_room(slab.placing_bytes, slab=slab, keep=adapter)
             while True:
                 self._mover.settle()
                 try:
@@ -816,12 +835,11 @@ class AdapterBank:
     def _put(self, adapter: Adapter, parked: Parked | None) -> _Place:
         """Takes rows and fills them; from its seed without ``parked``. There must be room."""
         slab = self._slab(adapter.rank_class)
-        adopted = parked is not None and parked.adoptable
-        spare_bytes = self._training_left() - slab.placing_bytes(adopted=adopted)
+        spare_bytes = self._training_left() - slab.placing_bytes()
         slab.gradient.reserve(slab.gradient.row_bytes + spare_bytes)  # all that can run out of memory comes first
         slab.work.reserve()
         if parked is not None and parked.adoptable:
-            state, used = parked.state, False
+            state, used = slab.adopt(parked.state), False
         else:
             state, used = slab.take_state()
         slot = slab.gradient.take(zero=parked is None or parked.gradient is None)

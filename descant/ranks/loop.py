@@ -51,6 +51,7 @@ from descant.ranks.turns import (
     WaitingModel,
     credit_after,
     decide,
+    in_line,
     sampling_rank,
     served_on_arrival,
     split,
@@ -72,6 +73,7 @@ from descant.types import (
     Result,
     SampleDelta,
     SampleRequest,
+    Snapshot,
     SnapshotRef,
     Version,
     input_length,
@@ -84,6 +86,9 @@ QUIET_S = 0.0005
 """A rank with nothing to do waits until nothing more has come for so long …"""
 BURST_S = 0.004
 """… but no longer than this."""
+PUBLISH_S = 0.0005
+"""Weights that running sequences follow are published once whoever asked for them has the answer, some 0.2 ms later by
+way of another process. So long the next step waits for that: begun before, it would be one more of the old weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +129,12 @@ class Executor(Protocol):
         """What the models of one microbatch, and those with open requests, may take together."""
         ...
 
+    def is_resident(self, model_id: str) -> bool:
+        """Whether its rows are on the device."""
+        ...
+
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
-        """Before a turn about ``keep``: these are asked for next, in this order. Never raises."""
+        """Before a turn about ``keep``: these are asked for after it, in this order. Never raises."""
         ...
 
     def microbatch(self, turn: Microbatch) -> list[Outcome]:
@@ -204,6 +213,7 @@ class Entry:
 class ModelQueue:
     entries: deque[Entry] = field(default_factory=deque)
     served: int = 0
+    passed_over: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,6 +254,8 @@ class TurnLoop:
         # Models with something waiting, in order of arrival; ``_served`` remembers the others.
         self._models: OrderedDict[str, ModelQueue] = OrderedDict()
         self._served: dict[str, int] = {}
+        self._served_last = 0
+        """By the least served model of the last pass, before it."""
         self._schedulers = [executor.make_scheduler() for _ in range(executor.num_ranks)]
         self._samples: dict[str, _Sampled] = {}
         self._newest: dict[str, Version] = {}
@@ -264,13 +276,14 @@ class TurnLoop:
         try:
             while not self._stopped:
                 self._take_messages()
-                choice = self._decide()
+                models = tuple(self._waiting(model_id, waiting) for model_id, waiting in self._models.items())
+                choice = self._decide(models)
                 if choice.kind == "idle":
                     if not self._stopped:
                         self._wait()
                     continue
                 self._turn += 1
-                self._execute(choice)
+                self._execute(choice, models)
                 self._board.write(self._turn, "")
                 self._last = choice.kind
                 self._credit = credit_after(self._credit, choice.kind, steps_per_microbatch=self._steps_per_microbatch)
@@ -352,7 +365,8 @@ class TurnLoop:
         waiting = self._models.get(command.model_id)
         if waiting is None:
             others = (model.served for model in self._models.values())
-            waiting = ModelQueue(served=served_on_arrival(self._served.get(command.model_id, 0), others))
+            served = served_on_arrival(self._served.get(command.model_id, 0), others, self._served_last)
+            waiting = ModelQueue(served=served)
             self._models[command.model_id] = waiting
         waiting.entries.append(entry)
 
@@ -415,8 +429,7 @@ class TurnLoop:
         self._writer.submit(write).add_done_callback(done)
 
     # ------------------------------------------------------------------------------------------------ the decision
-    def _decide(self) -> Choice:
-        models = tuple(self._waiting(model_id, waiting) for model_id, waiting in self._models.items())
+    def _decide(self, models: tuple[WaitingModel, ...]) -> Choice:
         return decide(
             Waiting(
                 models=models,
@@ -457,15 +470,21 @@ class TurnLoop:
             adapter_bytes=adapter_bytes,
             request_bytes=request_bytes,
             open_requests=sum(entry.next_datum > 0 for entry in waiting.entries),
+            resident=self._executor.is_resident(model_id),
+            passed_over=waiting.passed_over,
         )
 
     # ------------------------------------------------------------------------------------------------ turns
-    def _execute(self, choice: Choice) -> None:
-        now = {part.request[0] for part in choice.parts} | {command.model_id for command in choice.commands}
-        soon = sorted(self._models.keys() - now, key=lambda model_id: self._models[model_id].served)
+    def _execute(self, choice: Choice, models: Sequence[WaitingModel]) -> None:
+        keys = {part.request for part in choice.parts} | {(c.model_id, c.seq_id) for c in choice.commands}
+        now = {model_id for model_id, _ in keys}
+        soon = [m for m in in_line(models, now) if any(entry.key not in keys for entry in self._models[m].entries)]
         self._executor.prefetch(soon, keep=now)
         match choice.kind:
             case "microbatch":
+                for model in models:
+                    over = bool(model.data) and model.model_id not in now
+                    self._models[model.model_id].passed_over = model.passed_over + 1 if over else 0
                 self._run_microbatch(choice.data)
             case "rows":
                 self._run_rows(choice.commands)
@@ -473,6 +492,7 @@ class TurnLoop:
                 self._run_sample_step()
 
     def _run_microbatch(self, data: Sequence[WaitingDatum]) -> None:
+        self._served_last = min(self._models[datum.part.request[0]].served for datum in data)
         entries: dict[RequestKey, Entry] = {}
         opens: list[ForwardBackward] = []
         tokens, backward = 0, False
@@ -517,6 +537,20 @@ class TurnLoop:
         except Exception as error:
             outcomes = self._broken(error, [((c.model_id, c.seq_id), c) for c in commands])
         self._settle(outcomes)
+        rows = {(c.model_id, c.seq_id) for c in commands if isinstance(c, Snapshot) and not c.for_disk}
+        taken = [outcome.result for outcome in outcomes if outcome.key in rows]
+        self._await_publication({ref.version for ref in taken if isinstance(ref, SnapshotRef)})
+
+    def _await_publication(self, versions: set[Version]) -> None:
+        """Of those that somebody waits to follow."""
+        versions = {version for version in versions if any(s.followers(version) for s in self._schedulers)}
+        until = self._seconds() + PUBLISH_S
+        with contextlib.suppress(queue.Empty):
+            while versions and not self._stopped and (left := until - self._seconds()) > 0:
+                message = self._inbox.get(timeout=left)
+                self._take(message)
+                if isinstance(message, Publish):
+                    versions.discard(message.ref.version)
 
     def _broken(self, error: Exception, commands: Sequence[tuple[RequestKey, Command]]) -> list[Outcome]:
         failure = as_descant(error)

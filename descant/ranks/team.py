@@ -131,6 +131,9 @@ class Team:
     def adapter_bytes(self, model_id: str) -> tuple[int, int]:
         return self._worker.adapter_bytes(model_id)
 
+    def is_resident(self, model_id: str) -> bool:
+        return self._worker.is_resident(model_id)
+
     def max_adapter_bytes(self) -> float:
         return self._worker.max_adapter_bytes()
 

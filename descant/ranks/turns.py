@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,6 +151,9 @@ class WaitingModel:
 
     ``adapter_bytes``: what its rows take on the device while a request of it is open, ``request_bytes``: what each one
     more takes. ``open_requests``: how many have begun and not ended; their rows cannot move.
+
+    ``resident``: its rows are on the device, others would have to be brought. ``passed_over``: how many passes have run
+    without it since it has waited for one.
     """
 
     model_id: str
@@ -160,6 +163,8 @@ class WaitingModel:
     adapter_bytes: int = 0
     request_bytes: int = 0
     open_requests: int = 0
+    resident: bool = True
+    passed_over: int = 0
 
     @property
     def open_bytes(self) -> int:
@@ -217,18 +222,48 @@ def decide(
     return Choice(kind="idle")
 
 
+PATIENCE = 2
+"""Passes, for each model that waits for one, until one that has not had its turn goes first, whatever it has had."""
+
+_Place = tuple[int, int, int]
+_IN_LINE = 1
+
+
+def _places(models: Sequence[WaitingModel]) -> list[_Place]:
+    """Where each stands in line for a pass: the least served first. Before the others go those that have waited longer
+    than anybody should. Behind them, but for one pass only, those whose rows are out: while they are brought, those
+    that are here would have had to go."""
+    patience = PATIENCE * sum(bool(model.data) for model in models)
+
+    def place(model: WaitingModel) -> _Place:
+        if model.passed_over >= patience:
+            return (0, -model.passed_over, model.served)
+        return (_IN_LINE if model.resident or model.passed_over else 2, 0, model.served)
+
+    return [place(model) for model in models]
+
+
+def in_line(models: Sequence[WaitingModel], now: Collection[str]) -> list[str]:
+    """The models in the order in which their rows will be asked for after a turn about ``now``, as far as that can be
+    told."""
+    line = sorted(zip(models, _places(models)), key=lambda at: (at[0].model_id in now or not at[0].rows, at[1]))
+    return [model.model_id for model, _ in line]
+
+
 def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -> tuple[WaitingDatum, ...]:
-    """Datum by datum from the model least served, so that a small tenant is never behind a large one's queue. A model
+    """Datum by datum from the first in line, so that a small tenant is never behind a large one's queue. A model
     whose next datum does not fit waits for the next pass (its order stays, and it is then the least served); the first
     datum is always taken, so that one larger than the budget runs alone. A request that would need more adapter memory
-    than there is waits until others have ended: those that are open always go on, so that they do end."""
-    least_served = [(model.served, index, 0) for index, model in enumerate(models) if model.data]
-    heapq.heapify(least_served)
+    than there is waits until others have ended: those that are open always go on, so that they do end. Once it has
+    waited longer than anybody should, no other begins before it."""
+    line = [(place, index, 0) for index, (model, place) in enumerate(zip(models, _places(models))) if model.data]
+    heapq.heapify(line)
     in_use = sum(model.open_bytes for model in models)
     begun: dict[int, set[RequestKey]] = {}
     data: list[WaitingDatum] = []
-    while least_served and (room > 0 or not data):
-        served, index, at = heapq.heappop(least_served)
+    closed = False
+    while line and (room > 0 or not data):
+        (rank, _, served), index, at = heapq.heappop(line)
         model = models[index]
         datum, requests = model.data[at], begun.setdefault(index, set())
         cost = datum.added_tokens if at else datum.tokens
@@ -236,14 +271,15 @@ def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -
             continue
         if datum.part.datum == 0 and datum.part.request not in requests:
             more = model.request_bytes if requests or model.open_requests else model.adapter_bytes
-            if in_use and in_use + more > max_adapter_bytes:
+            if in_use and (closed or in_use + more > max_adapter_bytes):
+                closed = closed or rank < _IN_LINE
                 continue
             in_use += more
             requests.add(datum.part.request)
         data.append(datum)
         room -= cost
         if at + 1 < len(model.data):
-            heapq.heappush(least_served, (served + datum.tokens, index, at + 1))
+            heapq.heappush(line, ((_IN_LINE, 0, served + datum.tokens), index, at + 1))
     return tuple(data)
 
 
@@ -363,7 +399,8 @@ def credit_after(credit: float, kind: Kind, *, steps_per_microbatch: float) -> f
     return credit
 
 
-def served_on_arrival(served: int, others: Iterable[int]) -> int:
+def served_on_arrival(served: int, others: Iterable[int], last: int = 0) -> int:
     """``served`` of a model that had nothing waiting and now has: at least what the least served of the others has
-    had, so that a newcomer goes first once, not until it has caught up with everybody's past."""
-    return max(served, min(others, default=served))
+    had, or, where nobody waits just then, what the least served of the ``last`` pass had before it. So a newcomer goes
+    first once, not until it has caught up with everybody's past."""
+    return max(served, min(others, default=last))

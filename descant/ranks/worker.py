@@ -176,6 +176,9 @@ class Worker:
     def max_adapter_bytes(self) -> float:
         return self._model.bank.max_adapter_bytes
 
+    def is_resident(self, model_id: str) -> bool:
+        return self._model.bank.is_resident(model_id)
+
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
         self._model.bank.prefetch(model_ids, keep=keep)
 
@@ -273,14 +276,20 @@ class Worker:
             return as_descant(error)
 
     def in_order(self, commands: Sequence[Command]) -> tuple[Command, ...]:
-        """Those whose rows are here first, others may have to move them out; then the first of each model, then the
-        second, optimiser steps beside one another (``_hold_steps``). Each model's own order stays."""
-        places: list[tuple[bool, int, bool]] = []
+        """Those whose rows are here first, others may have to move them out: the first of each model, then the second,
+        optimiser steps beside one another (``_hold_steps``). Then the others, model by model, so that none is brought
+        twice. Each model's own order stays."""
+        places: list[tuple[bool, int, int]] = []
         seen: Counter[str] = Counter()
+        order: dict[str, int] = {}
         for command in commands:
-            resident = self._model.bank.is_resident(command.model_id)
-            places.append((not resident, seen[command.model_id], not isinstance(command, OptimStep)))
-            seen[command.model_id] += 1
+            model_id = command.model_id
+            nth, which = seen[model_id], order.setdefault(model_id, len(order))
+            if self._model.bank.is_resident(model_id):
+                places.append((False, nth, not isinstance(command, OptimStep)))
+            else:
+                places.append((True, which, nth))
+            seen[model_id] += 1
         return tuple(commands[index] for index in sorted(range(len(commands)), key=places.__getitem__))
 
     def rows(self, turn: Rows) -> list[Outcome]:

@@ -173,6 +173,56 @@ def test_the_longest_unused_goes_first_and_who_is_waited_for_last() -> None:
     assert [bank.is_resident(name) for name in "abcde"] == [False, False, True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("asked_for", "keep", "leaves"),
+    [
+        pytest.param([], (), "a", id="the longest unused"),
+        pytest.param(["a"], (), "b", id="of those that nobody waits for"),
+        pytest.param(["a", "b", "c"], (), "c", id="who is asked for last"),
+        pytest.param(["c", "b", "a"], (), "a", id="whoever was used last"),
+        pytest.param(["b", "c"], ("a", "d"), "c", id="sooner than whose turn it is"),
+        pytest.param([], ("a", "b", "d"), "c", id="or who is in this turn"),
+        pytest.param([], ("a", "b", "c", "d"), "a", id="all are in this turn"),
+    ],
+)
+def test_the_one_that_is_needed_last_goes(asked_for: list[str], keep: tuple[str, ...], leaves: str) -> None:
+    bank = make_bank(3)
+    for name in ("a", "b", "c", "d"):
+        bank.create(name, LoraConfig(rank=8))
+    for name in ("a", "b", "c"):
+        bank.weights(name)
+    bank.prefetch(asked_for, keep=keep)
+    bank.weights("d")
+    assert [name for name in "abc" if not bank.is_resident(name)] == [leaves]
+
+
+def test_whose_part_of_a_turn_is_done_goes_before_who_waits() -> None:
+    bank = make_bank(3)
+    for name in ("a", "b", "c", "d", "e"):
+        bank.create(name, LoraConfig(rank=8))
+    for name in ("a", "b", "c"):
+        bank.weights(name)
+    bank.prefetch(["a"], keep=("b", "c", "d", "e"))
+    for name in ("b", "c", "d", "e"):
+        bank.weights(name)
+    assert [name for name in "abcde" if bank.is_resident(name)] == ["a", "d", "e"]
+
+
+def test_opening_a_pass_moves_nobody_out_who_is_in_it() -> None:
+    """Two come back in a turn of four, for which there is room: no more than two leave."""
+    bank = make_bank(4)
+    names = ["a", "b", "c", "d", "e", "f"]
+    for name in names:
+        bank.create(name, LoraConfig(rank=8))
+        bank.weights(name)
+    before = bank.stats()["evictions"]
+    bank.prefetch([], keep=names[:4])
+    for name in names[:4]:
+        bank.hold(name)
+    assert bank.stats()["evictions"] - before == 2
+    assert all(bank.is_resident(name) for name in names[:4])
+
+
 def test_what_is_held_stays_beyond_the_limit_and_goes_when_let_go() -> None:
     bank = make_bank(2)
     places = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,15 +14,29 @@ import pytest
 
 import descant.ckpt.files as files
 from descant.errors import RankDied, ServerError, UserError
+from descant.ranks.channel import Board
+from descant.ranks.loop import TurnLoop
+from descant.ranks.messages import Failed, Finished, FromRank, Publish, Sample, Sampled, SampleEnded, Stop, Submit
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
+from descant.ranks.turns import Rows, SampleStep
 from descant.ranks.worker import Worker
 from descant.testing.engine import frozen, near, request, sampled
 from descant.testing.ranks import SETTINGS, build_tiny
 from descant.testing.tiny import tiny_model
 from descant.testing.trainer import OTHER_DATA, Model, close, datum, error, result, saved
-from descant.types import AdamParams, ForwardBackwardOutput, SnapshotRef, Version
+from descant.types import (
+    AdamParams,
+    Command,
+    CreateModel,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStep,
+    Snapshot,
+    SnapshotRef,
+    Version,
+)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +112,20 @@ async def test_a_light_tenant_does_not_wait_for_a_heavy_one(rank: tuple[Replica,
     await result(light.backward())
     assert sum(future.done() for future in many) < 5
     await asyncio.gather(*map(result, many))
+
+
+async def test_who_comes_while_nobody_waits_does_not_catch_up_with_the_past(rank: tuple[Replica, Seen]) -> None:
+    """One has trained alone for long, and rests for a moment. Whoever comes then has the same share, not all."""
+    replica, seen = rank
+    old, new = Model(replica, "old"), Model(replica, "new")
+    await asyncio.gather(result(old.create()), result(new.create()))
+    data = (datum(list(range(1, 15))),) * 10
+    for _ in range(2):
+        await result(old.backward(data))
+    seen.turns.clear()
+    await asyncio.gather(*(result(model.backward(data)) for model in (new, old)))
+    order = [part.request[0] for turn in seen.turns for part in turn.parts]
+    assert 4 <= order[:10].count("old") <= 6
 
 
 async def test_tokens_are_sampled_while_training_goes_on(rank: tuple[Replica, Seen]) -> None:
@@ -275,6 +304,65 @@ async def test_requests_move_to_newer_weights_together(rank: tuple[Replica, Seen
     pins = [turn for turn in seen.turns if isinstance(turn, tuple)]
     assert pins == [(old.version, 1)] * 3 + [(new.version, 3)]
     assert (await replica.stats())["versions_pinned"] == 0
+
+
+class Elsewhere(queue.SimpleQueue[Any]):
+    """An inbox with a publication on its way from another process: there when the loop waits for messages, not when it
+    looks."""
+
+    def __init__(self) -> None:
+        self.on_the_way: list[Publish] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        return self.on_the_way.pop() if timeout and self.on_the_way else super().get(block, timeout)
+
+
+@pytest.mark.parametrize(
+    ("follows", "comes", "steps"), [(True, True, 0), (True, False, 1), (False, True, 1)], ids=["soon", "late", "alone"]
+)
+def test_weights_that_are_followed_are_in_the_next_step(tiny: Path, follows: bool, comes: bool, steps: int) -> None:
+    """Optimiser step and snapshot are one turn; the publication is sent when its answer is there. ``steps``: of the old
+    weights until it is seen. It is waited for in vain for a while, and not at all where nobody follows."""
+    worker = Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), lambda phase: None, Peers()))
+    inbox, late, steps_before = Elsewhere(), list[Publish](), list[int]()
+
+    def num_steps() -> int:
+        return sum(isinstance(turn, SampleStep) for turn in worker.turns)
+
+    def send(*commands: Command) -> None:
+        for command in commands:
+            loop.post(Submit(call=command.seq_id, command=command))
+
+    def snapshot(seq_id: int) -> Snapshot:
+        return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False)
+
+    def emit(message: FromRank) -> None:
+        match message:
+            case Finished(call=1, result=SnapshotRef() as ref):
+                loop.post(Publish(call=8, ref=ref))
+                loop.post(Sample(request=request(ref.version, max_tokens=10, stream=True, inflight=follows)))
+            case Finished(call=3, result=SnapshotRef() as ref):
+                assert sum(isinstance(turn, Rows) for turn in worker.turns) == 2
+                steps_before.append(num_steps())
+                (inbox.on_the_way if comes else late).append(Publish(call=9, ref=ref))
+            case Finished(call=9):
+                steps_before.append(num_steps())
+            case Sampled():
+                if num_steps() == 2:
+                    send(OptimStep(model_id="a", seq_id=2, adam_params=AdamParams()), snapshot(3))
+                for publications in (inbox.on_the_way, late):
+                    while publications:
+                        loop.post(publications.pop())
+            case SampleEnded():
+                loop.post(Stop())
+            case Failed(error=failure):
+                raise failure
+
+    loop = TurnLoop(worker, emit=emit, board=Board(), steps_per_microbatch=1.0)
+    loop._inbox = inbox
+    send(CreateModel(model_id="a", lora=LoraConfig(rank=4, seed=0)), snapshot(1))
+    loop.run()
+    assert steps_before == [2, 2 + steps]
 
 
 async def test_many_versions_are_served_each_with_its_own_weights(rank: tuple[Replica, Seen]) -> None:

@@ -158,6 +158,18 @@ async def test_all_at_once_with_requests_of_many_passes(tier: str, tiny: Path, t
     assert all(map(close, *losses)), losses
 
 
+@pytest.mark.parametrize("tokens", [16, 64], ids=["several passes", "one pass"])
+async def test_one_more_than_fit_is_one_load_a_step(tokens: int, tiny: Path, tmp_path: Path) -> None:
+    """Six step at once and five fit: the five that are here first, passes and optimiser steps, and then the sixth."""
+    async with replica_of(tiny, tmp_path, num_adapters=NUM_TENANTS - 1, tokens=tokens) as (replica, worker):
+        models = await tenants_of(replica)
+        loads = []
+        for _ in range(8):
+            await asyncio.gather(*(result(future) for model in models for future in (model.backward(), model.step())))
+            loads.append(worker.stats()["loads"])
+        assert loads[-1] - loads[1] == 6
+
+
 async def test_one_adapter_larger_than_the_limit_still_trains(tiny: Path, tmp_path: Path) -> None:
     async with replica_of(tiny, tmp_path, num_adapters=0.5) as (replica, worker):
         models = await tenants_of(replica)

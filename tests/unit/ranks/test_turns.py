@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from descant.ranks.turns import (
+    PATIENCE,
     Choice,
     Kind,
     SamplingRank,
@@ -18,6 +20,7 @@ from descant.ranks.turns import (
     WaitingModel,
     credit_after,
     decide,
+    in_line,
     sampling_rank,
     served_on_arrival,
     split,
@@ -173,6 +176,126 @@ def test_no_more_adapters_than_fit(models: list[WaitingModel], expected: list[st
     assert picked(choice) == expected
 
 
+def out(model: WaitingModel, passed_over: int = 0) -> WaitingModel:
+    """Its rows are not on the device."""
+    return replace(model, resident=False, passed_over=passed_over)
+
+
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        pytest.param([out(data("a", 10)), data("b", 10, served=500)], ["b0", "a0"], id="who is here goes first"),
+        pytest.param([out(data("a", 10)), data("b", 95)], ["b0"], id="and alone where there is no room for both"),
+        pytest.param([out(data("a", 10), 1), data("b", 95)], ["a0"], id="but once only"),
+        pytest.param([out(data("a", 10, served=1), 1), data("b", 95)], ["b0"], id="then it is as everybody"),
+        pytest.param([out(data("a", 10)), out(data("b", 10))], ["a0", "b0"], id="nobody is here"),
+        pytest.param(
+            [data("a", 95), replace(data("b", 95, served=900), passed_over=4)],
+            ["b0"],
+            id="nobody waits for longer than others may",
+        ),
+        pytest.param(
+            [data("a", 60), replace(data("b", 40, 1, 9, served=900), passed_over=4)],
+            ["b0", "a0"],
+            id="which is one datum's right",
+        ),
+        pytest.param(
+            [replace(data("a", 95), passed_over=4), replace(data("b", 95, served=900), passed_over=5)],
+            ["b0"],
+            id="of several the one that has waited longest",
+        ),
+    ],
+)
+def test_whose_rows_are_out_waits_a_pass_and_nobody_for_long(models: list[WaitingModel], expected: list[str]) -> None:
+    assert picked(decide(waiting(*models), microbatch_tokens=BUDGET)) == expected
+
+
+@pytest.mark.parametrize(("passed_over", "expected"), [(7, ["c0", "b1"]), (8, ["b1"])])
+def test_what_is_too_large_beside_others_is_let_in_after_a_while(passed_over: int, expected: list[str]) -> None:
+    models = [
+        costly(out(data("a", 10), passed_over), 8),
+        costly(later("b", 10, served=500), 5, 0, 1),
+        costly(data("c", 10), 5),
+        data("d", 95),
+    ]
+    assert picked(decide(waiting(*models), microbatch_tokens=BUDGET, max_adapter_bytes=10)) == expected
+
+
+def test_rows_are_asked_for_in_the_order_of_the_line() -> None:
+    models = [out(data("a", 1)), data("b", 1, served=7), data("c", 1), rows("d"), out(data("e", 1), 1)]
+    assert in_line(models, now=()) == ["d", "c", "e", "b", "a"]
+    assert in_line(models, now=("d",)) == ["c", "d", "e", "b", "a"]
+
+
+COSTS = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 4}
+MAX_DATUMS = 3
+
+
+@given(
+    lengths=st.fixed_dictionaries({model: st.sampled_from([1, 20, 150]) for model in COSTS}),
+    datums=st.fixed_dictionaries({model: st.integers(1, MAX_DATUMS) for model in COSTS}),
+    pause=st.integers(0, 3),
+    room=st.integers(1, 5),
+    seed=st.integers(0, 999),
+)
+def test_nobody_waits_for_many_passes_whoever_comes_and_whose_rows_are_here(
+    lengths: dict[str, int], datums: dict[str, int], pause: int, room: int, seed: int
+) -> None:
+    """Each asks again up to ``pause`` passes after its answer, sometimes twice. Of the rows of those who have run last,
+    as many as fit are here."""
+    random = Random(seed)
+    queues: dict[str, list[list[int]]] = {}
+    comes = dict.fromkeys(COSTS, 0)
+    begun, served, passed_over = Counter[str](), Counter[str](), Counter[str]()
+    last = 0
+    here: list[str] = []
+    for number in range(200):
+        for model in [model for model, at in comes.items() if at == number]:
+            served[model] = served_on_arrival(served[model], [served[other] for other in queues], last)
+            passed_over[model] = 0
+            queues[model] = [
+                [random.randint(1, lengths[model]) for _ in range(datums[model])]
+                for _ in range(random.choice([1, 1, 2]))
+            ]
+        models = [
+            WaitingModel(
+                model_id=model,
+                data=tuple(
+                    WaitingDatum(part=Part(request=(model, -left), datum=at), tokens=tokens)
+                    for left, tokens_of in zip(range(len(requests), 0, -1), requests)
+                    for at, tokens in enumerate(tokens_of)
+                    if left < len(requests) or at >= begun[model]
+                ),
+                served=served[model],
+                adapter_bytes=COSTS[model],
+                open_requests=int(begun[model] > 0),
+                resident=model in here,
+                passed_over=passed_over[model],
+            )
+            for model, requests in queues.items()
+        ]
+        choice = decide(waiting(*models), microbatch_tokens=BUDGET, max_adapter_bytes=room)
+        taken = {part.request[0] for part in choice.parts}
+        assert taken or not queues
+        last = min((served[model] for model in taken), default=last)
+        for model in queues.keys() - taken:
+            passed_over[model] += 1
+            assert passed_over[model] <= len(COSTS) * (PATIENCE + 2 * MAX_DATUMS)
+        for model, _ in (part.request for part in choice.parts):
+            passed_over[model] = 0
+            served[model] += queues[model][0][begun[model]]
+            begun[model] += 1
+            if begun[model] == len(queues[model][0]):
+                begun[model] = 0
+                del queues[model][0]
+        for model in [model for model, requests in queues.items() if not requests]:
+            del queues[model]
+            comes[model] = number + random.randint(1, 1 + pause)
+        here = [*sorted(taken), *(model for model in here if model not in taken)]
+        while sum(COSTS[model] for model in here) > room and len(here) > 1:
+            here.pop()
+
+
 def run(models: dict[str, list[int]], *, sampling: bool, share: float, turns: int) -> list[tuple[Kind, list[str]]]:
     """Plays the loop on queues of datum lengths (a queue never ends when it is refilled by the caller)."""
     served = dict.fromkeys(models, 0)
@@ -223,6 +346,8 @@ def test_a_newcomer_does_not_shut_the_others_out() -> None:
     assert served_on_arrival(0, [5000, 7000]) == 5000
     assert served_on_arrival(6000, [5000, 7000]) == 6000
     assert served_on_arrival(40, []) == 40
+    assert served_on_arrival(40, [], last=900) == 900
+    assert served_on_arrival(40, [30], last=900) == 40
 
 
 @given(

@@ -14,7 +14,16 @@ from descant.ranks.settings import RankSettings
 from descant.ranks.turns import Rows
 from descant.ranks.worker import Worker
 from descant.testing.tiny import tiny_model
-from descant.types import AdamParams, Command, CreateModel, DeleteModel, LoraConfig, OptimStep, OptimStepOutput
+from descant.types import (
+    AdamParams,
+    Command,
+    CreateModel,
+    DeleteModel,
+    LoraConfig,
+    OptimStep,
+    OptimStepOutput,
+    Snapshot,
+)
 
 PARAMS = AdamParams(learning_rate=1e-2)
 
@@ -101,3 +110,17 @@ def test_rows_that_do_not_fit_together_are_brought_one_by_one(worker: Worker, me
     assert measured == [here, [m for m in "abc" if m not in here]]
     assert all(isinstance(result, OptimStepOutput) for result in results.values())
     assert not all(bank.is_resident(m) for m in "abc")
+
+
+def test_whose_rows_are_out_are_brought_once_a_turn(worker: Worker) -> None:
+    create(worker, "a", "b", "c")
+    bank = worker._model.bank
+    bank.max_adapter_bytes = bank.bytes_in_use("a")[0]
+    with bank.held("a"):
+        pass
+    before = bank.stats()["loads"]
+    commands: list[Command] = [step(m, 1) for m in "abc"]
+    commands += [Snapshot(model_id=m, seq_id=2, kind="sampler", for_disk=False) for m in "abc"]
+    results = run(worker, *commands)
+    assert list(results) == [(m, seq_id) for m in "abc" for seq_id in (1, 2)]
+    assert bank.stats()["loads"] - before == 2
