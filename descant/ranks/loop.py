@@ -512,7 +512,9 @@ class TurnLoop:
             self._models[part.request[0]].served += length
         closes = tuple(key for key, entry in entries.items() if entry.next_datum == len(entry.command.data))  # type: ignore[union-attr]
         shares = split(data, self._executor.num_ranks, pass_tokens=self._microbatch_tokens)
-        turn = Microbatch(opens=tuple(opens), shares=shares, closes=closes, backward=backward)
+        turn = Microbatch(
+            opens=tuple(opens), shares=shares, closes=closes, backward=backward, sampling=bool(self._samples)
+        )
         num_models = len({key[0] for key in entries})
         self._board.write(
             self._turn, f"a training pass of {len(data)} datums, {tokens} tokens, for {num_models} models"

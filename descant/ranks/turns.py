@@ -27,12 +27,14 @@ class Microbatch:
     """Datums that are computed together. ``opens``: requests whose first datum is in it; ``closes``: whose last is.
 
     ``shares[rank]``: its passes, as many for each rank, some of them empty (``split``). ``backward``: whether any of
-    its requests is more than evaluated."""
+    its requests is more than evaluated. ``sampling``: somebody samples meanwhile, and is to wait for this alone: it is
+    over when the turn is."""
 
     opens: tuple[ForwardBackward, ...]
     shares: tuple[tuple[tuple[Part, ...], ...], ...]
     closes: tuple[RequestKey, ...]
     backward: bool = True
+    sampling: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -230,6 +230,8 @@ class Worker:
                 refused[key] = error
         for parts in turn.shares[self._peers.rank]:
             self._learner.run([part for part in parts if part.request not in refused], backward=turn.backward)
+        if turn.sampling:
+            self._learner.land()
         return Report(
             refused=refused,
             contributions=self._learner.contributions([key for key in turn.closes if key not in refused]),

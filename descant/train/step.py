@@ -186,7 +186,7 @@ class Learner:
         the last bits of smaller passes).
 
         On CUDA it returns when the pass is launched, and has then waited for the one before: what the host does for a
-        pass, the device need not wait for.
+        pass, the device need not wait for. ``land`` waits for it.
 
         Where the base's layers are sharded, all ranks run all layers alike: ``backward`` says whether any rank's pass
         goes backward now, a rank without datums makes an empty pass, and an exception is raised, since the others wait
@@ -204,7 +204,7 @@ class Learner:
         """What this rank has of open requests, their gradients checked; changes nothing. Where several ranks share
         them, each is given all of theirs when it closes a request."""
         if requests:
-            self._land()
+            self.land()
         self._look_at([opened for request in requests if (opened := self._open[request]).largest is None])
         contributions = {}
         for request in requests:
@@ -499,7 +499,7 @@ class Learner:
         failure = self._attempt(items, backward=backward)
         if failure is None:
             return
-        self._land()
+        self.land()
         # Out here nothing holds the activations of the pass any more, as the exception's traceback did.
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -540,14 +540,14 @@ class Learner:
             return _what(error)
         for item in packed.items:
             self._open[item.request].launched.add(item.index)
-        self._land()
+        self.land()
         self._flight = flight
         if not self._flies:
-            self._land()
+            self.land()
         return None
 
-    def _land(self) -> None:
-        """Waits for the pass that was launched last, and takes what came of it."""
+    def land(self) -> None:
+        """Waits for the pass that was launched last, if nobody has, and takes what came of it."""
         flight, self._flight = self._flight, None
         if flight is None:
             return

@@ -50,6 +50,8 @@ class Seen(Worker):
     def __init__(self, worker: Worker):
         self.__dict__.update(worker.__dict__)
         self.turns: list[Any] = []
+        self.under_way: list[tuple[bool, bool]] = []
+        """Of each pass: whether somebody sampled meanwhile, and whether its turn ended before it was looked at."""
         self.sabotage: dict[str, int] = {}
 
     def _note(self, name: str, turn: Any) -> None:
@@ -60,7 +62,9 @@ class Seen(Worker):
 
     def microbatch(self, turn: Any) -> Any:
         self._note("microbatch", turn)
-        return super().microbatch(turn)
+        outcomes = super().microbatch(turn)
+        self.under_way.append((turn.sampling, self._learner._flight is not None))
+        return outcomes
 
     def sample_step(self, turn: Any) -> Any:
         self._note("sample_step", turn)
@@ -139,6 +143,24 @@ async def test_tokens_are_sampled_while_training_goes_on(rank: tuple[Replica, Se
     await asyncio.gather(*map(result, many))
     kinds = "".join("m" if hasattr(turn, "parts") else "s" for turn in seen.turns)
     assert "mm" not in kinds[kinds.index("s") : kinds.rindex("s")], kinds
+
+
+async def test_a_pass_ends_with_its_turn_while_somebody_samples(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    seen._learner._flies = True  # as on CUDA
+    model = Model(replica)
+    await result(model.create())
+    data = (datum(list(range(1, 15))),) * 40
+    await result(model.backward(data))
+    assert seen.under_way == [(False, True)] * (len(seen.under_way) - 1) + [(False, False)]
+    assert len(seen.under_way) > 5
+    seen.under_way.clear()
+    training = model.backward(data)
+    await sampled(replica, request(max_tokens=5))
+    assert not training.done()
+    await result(training)
+    assert (True, False) in seen.under_way
+    assert (True, True) not in seen.under_way
 
 
 async def test_its_numbers_are_told_between_turns(rank: tuple[Replica, Seen]) -> None:
