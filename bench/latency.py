@@ -337,9 +337,12 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
     }
 
 
+MEASUREMENTS = {"gaps": gaps_beside_training, "update": weights_that_follow}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="gaps, update; default: both")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(MEASUREMENTS))
     parser.add_argument("--shape", choices=["tiny", *SHAPES], default="tiny")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -374,10 +377,8 @@ def main() -> None:
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{card}, torch {torch.__version__}, {options.shape}, {model.dtype}", flush=True)
     found = {}
-    for name, measure in (("gaps", gaps_beside_training), ("update", weights_that_follow)):
-        if options.names and name not in options.names:
-            continue
-        found[name] = measure(desk, worker, options)
+    for name in options.names or MEASUREMENTS:
+        found[name] = MEASUREMENTS[name](desk, worker, options)
         print(name, {key: round(value, 3) for key, value in found[name].items()}, flush=True)
     desk.close()
     if options.json:

@@ -31,6 +31,7 @@ PART_NUMBERS = 512
 """Parts times rank: ``_expand`` has them all in registers at once."""
 
 MANY_OUTPUTS = 4096
+"""Beyond so many, adding up fewer parts saves more than computing them one after another costs."""
 
 ALIGN = tl.constexpr(64)
 """The bank's own: offsets are multiples of it, which lets loads be wide."""

@@ -228,7 +228,7 @@ PATIENCE = 2
 """Passes, for each model that waits for one, until one that has not had its turn goes first, whatever it has had."""
 
 _Place = tuple[int, int, int]
-_IN_LINE = 1
+_OVERDUE, _IN_LINE, _OUT = range(3)
 
 
 def _places(models: Sequence[WaitingModel]) -> list[_Place]:
@@ -239,8 +239,8 @@ def _places(models: Sequence[WaitingModel]) -> list[_Place]:
 
     def place(model: WaitingModel) -> _Place:
         if model.passed_over >= patience:
-            return (0, -model.passed_over, model.served)
-        return (_IN_LINE if model.resident or model.passed_over else 2, 0, model.served)
+            return (_OVERDUE, -model.passed_over, model.served)
+        return (_IN_LINE if model.resident or model.passed_over else _OUT, 0, model.served)
 
     return [place(model) for model in models]
 
@@ -274,7 +274,7 @@ def _fill(models: Sequence[WaitingModel], room: int, max_adapter_bytes: float) -
         if datum.part.datum == 0 and datum.part.request not in requests:
             more = model.request_bytes if requests or model.open_requests else model.adapter_bytes
             if in_use and (closed or in_use + more > max_adapter_bytes):
-                closed = closed or rank < _IN_LINE
+                closed = closed or rank == _OVERDUE
                 continue
             in_use += more
             requests.add(datum.part.request)
