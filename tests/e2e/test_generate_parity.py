@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from descant.testing.studio import Studio
 from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, PACKABLE, VOCAB_SIZE, tiny_model
 from descant.types import EncodedText, SampleRequest, SamplingParams, Version
 
-NUM_PAGES = 24
+NUM_PAGES = 5
+"""Of 64 tokens: too few for all that runs at once."""
 
 
 @contextmanager
@@ -44,15 +46,29 @@ def adapted(network: nn.Module, tensors: Mapping[str, torch.Tensor], scale: floa
             handle.remove()
 
 
+ADAPTERS: Sequence[tuple[int, Mapping[str, bool]]] = (
+    (4, {}),
+    (16, {"train_mlp": False}),
+    (8, {"train_unembed": False}),
+    (1, {}),
+    (32, {"train_attn": False}),
+    (64, {}),
+    (20, {}),
+    (3, {"train_unembed": False}),
+)
+"""Ranks, and what is not trained."""
+
+
+@pytest.mark.parametrize("keeps_prefixes", [True, False], ids=["prefixes kept", "none kept"])
 @pytest.mark.parametrize("arch", PACKABLE)
-def test_greedy_equals_generate(arch: str, tmp_path: Path) -> None:
+def test_greedy_equals_generate(arch: str, keeps_prefixes: bool, tmp_path: Path) -> None:
     directory = tiny_model(arch, tmp_path / arch)
     model = load_model(
         ModelSource(name=arch, directory=directory), device=torch.device("cpu"), dtype=torch.float32, check=False
     )
     studio = Studio(model)
     versions: list[Version | None] = [None]
-    for number, (rank, flags) in enumerate([(4, {}), (16, {"train_mlp": False}), (8, {"train_unembed": False})]):
+    for number, (rank, flags) in enumerate(ADAPTERS):
         studio.create(f"m{number}", rank, seed=number, b_std=0.2, **flags)
         versions.append(Version(model_id=f"m{number}", number=1))
         model.bank.publish(f"m{number}", versions[-1])
@@ -65,14 +81,18 @@ def test_greedy_equals_generate(arch: str, tmp_path: Path) -> None:
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS_TOKEN_ID,),
     )
-    scheduler = Scheduler(limits, decode_text=lambda tokens: "", fresh_seed=lambda: 0)
+    scheduler = Scheduler(limits, decode_text=lambda tokens: "", fresh_seed=lambda: 0, keeps_prefixes=keeps_prefixes)
     sampler = Sampler(model, num_pages=NUM_PAGES)
 
     chance = random.Random(arch)
     waiting: list[SampleRequest] = []
-    for number in range(10):
+    prompts: list[np.ndarray] = []
+    for number in range(2 * len(versions)):
         length = chance.choice([1, 3, 17, 63, 64, 65, 100, 150])
         prompt = np.array([chance.randrange(VOCAB_SIZE) for _ in range(length)], np.int32)
+        if number >= len(versions):  # the second from these weights goes on where the first ended
+            prompt = np.concatenate([prompts[number - len(versions)], prompt])[:150]
+        prompts.append(prompt)
         waiting.append(
             SampleRequest(
                 request_id=f"r{number}",
@@ -83,13 +103,19 @@ def test_greedy_equals_generate(arch: str, tmp_path: Path) -> None:
             )
         )
     chance.shuffle(waiting)
+    # One comes first, and once more when it has been computed.
+    first = replace(waiting[0], request_id="first", prompt=(EncodedText(tokens=np.arange(3, 103, dtype=np.int32)),))
+    waiting.append(replace(first, request_id="again"))
+    waiting += [waiting.pop(0), waiting.pop(0), first]
     requests, finished = list(waiting), Finished()
     while waiting or scheduler.has_work():
-        if waiting and chance.random() < 0.2:
+        if waiting and chance.random() < 0.5:
             sampler.acquire(waiting[-1].version)
             scheduler.add(waiting.pop())
         if (plan := scheduler.plan()) is not None:
             finished.take(scheduler.apply(plan, sampler.step(plan)))
+    assert scheduler.stats()["preemptions"] > 0
+    assert (scheduler.stats()["hit_tokens"] > 0) == keeps_prefixes
 
     # eager: sdpa of transformers 5.17 drops Gemma 2's soft cap
     network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
