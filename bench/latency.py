@@ -265,7 +265,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
     data = training_data(min(options.microbatch_tokens, SEQUENCE_TOKENS))
     backward = ForwardBackward(model_id="followed", seq_id=0, data=data, loss_fn="cross_entropy")
     step = OptimStep(model_id="followed", seq_id=0, adam_params=AdamParams(learning_rate=1e-4))
-    snapshot = Snapshot(model_id="followed", seq_id=0, kind="sampler", for_disk=False)
+    snapshot = Snapshot(model_id="followed", seq_id=0, kind="sampler", for_disk=False, to_publish=True)
     desk.answer(desk.send(CreateModel(model_id="followed", lora=LoraConfig(rank=16, seed=0))))
     worker.waits = True
     alone = []

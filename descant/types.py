@@ -172,12 +172,15 @@ class Snapshot:
     """Freeze the model as it is now. ``training`` holds weights and optimiser state, ``sampler`` the weights alone.
 
     ``for_disk`` False (an ephemeral sampler save) keeps only the working copy that the engine computes with.
+    ``to_publish``: ``Engine.publish`` is what comes next. A trainer that is its own engine does that along with it, so
+    that who follows the model's newest weights has them at once; to others it says nothing.
     """
 
     model_id: str
     seq_id: int
     kind: SnapshotKind
     for_disk: bool = True
+    to_publish: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,9 +86,6 @@ QUIET_S = 0.0005
 """A rank with nothing to do waits until nothing more has come for so long …"""
 BURST_S = 0.004
 """… but no longer than this."""
-PUBLISH_S = 0.0005
-"""Weights that running sequences follow are published once whoever asked for them has the answer, some 0.2 ms later by
-way of another process. So long the next step waits for that: begun before, it would be one more of the old weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +380,8 @@ class TurnLoop:
     def _make_newest(self, ref: SnapshotRef, loaded: Any | None) -> None:
         """Publishes; then, between two steps, what follows its model moves to it."""
         version = ref.version
-        self._executor.publish(ref, loaded)
+        if not self._executor.is_published(version):
+            self._executor.publish(ref, loaded)
         newest = self._newest.get(version.model_id)
         if newest is None or newest.number < version.number:
             self._newest[version.model_id] = version
@@ -539,20 +537,18 @@ class TurnLoop:
         except Exception as error:
             outcomes = self._broken(error, [((c.model_id, c.seq_id), c) for c in commands])
         self._settle(outcomes)
-        rows = {(c.model_id, c.seq_id) for c in commands if isinstance(c, Snapshot) and not c.for_disk}
-        taken = [outcome.result for outcome in outcomes if outcome.key in rows]
-        self._await_publication({ref.version for ref in taken if isinstance(ref, SnapshotRef)})
+        to_publish = {(c.model_id, c.seq_id) for c in commands if isinstance(c, Snapshot) and c.to_publish}
+        for outcome in outcomes:
+            if outcome.key in to_publish and isinstance(outcome.result, SnapshotRef):
+                self._publish_now(outcome.result)
 
-    def _await_publication(self, versions: set[Version]) -> None:
-        """Of those that somebody waits to follow."""
-        versions = {version for version in versions if any(s.followers(version) for s in self._schedulers)}
-        until = self._seconds() + PUBLISH_S
-        with contextlib.suppress(queue.Empty):
-            while versions and not self._stopped and (left := until - self._seconds()) > 0:
-                message = self._inbox.get(timeout=left)
-                self._take(message)
-                if isinstance(message, Publish):
-                    versions.discard(message.ref.version)
+    def _publish_now(self, ref: SnapshotRef) -> None:
+        """Asked for when whoever wants it has the snapshot's answer, some 0.2 ms later by way of another process, it
+        would come a step of the old weights later."""
+        try:
+            self._make_newest(ref, None)
+        except Exception as error:  # whoever asks for it yet learns why
+            log.warning("not published as it was taken: %s", as_descant(error))
 
     def _broken(self, error: Exception, commands: Sequence[tuple[RequestKey, Command]]) -> list[Outcome]:
         failure = as_descant(error)

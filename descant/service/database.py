@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -82,10 +82,10 @@ class Database:
         self._wake.set()
         return await done
 
-    async def read(self, statement: Executable) -> Sequence[Row[Any]]:
+    async def read(self, statement: Executable, values: Mapping[str, Any] | None = None) -> Sequence[Row[Any]]:
         def fetch() -> Sequence[Row[Any]]:
             with self._engine.connect() as connection:
-                return connection.execute(statement).all()
+                return connection.execute(statement, values).all()
 
         return await asyncio.get_running_loop().run_in_executor(self._reading, fetch)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from descant.errors import NotFound
@@ -26,6 +26,15 @@ log = logging.getLogger(__name__)
 
 PRUNE_CHUNK = 500
 """Futures forgotten in one write, so that nobody waits long behind it."""
+
+
+# Built once: building one takes longer than executing it.
+_FIND = select(futures.c.request_id).where(
+    *(futures.c[name] == bindparam(name) for name in ("owner", "kind", "scope", "seq_id"))
+)
+_INSERT = insert(futures)
+_FINISH = update(futures).where(futures.c.request_id == bindparam("of"), futures.c.finished_at.is_(None))
+_GET = select(futures).where(futures.c.request_id == bindparam("of"))
 
 
 class _Entry:
@@ -56,30 +65,20 @@ class SqlFutureStore:
         state = FutureState(
             request_id=request_id, owner=owner, base=base, key=key, operation=operation, encoded=None, failed=False
         )
-        same = (
-            (futures.c.owner == owner)
-            & (futures.c.kind == key.kind)
-            & (futures.c.scope == key.scope)
-            & (futures.c.seq_id == key.seq_id)
-        )
-        created_at = self._clock.now()
+        same = {"owner": owner, "kind": key.kind, "scope": key.scope, "seq_id": key.seq_id}
+        new = {
+            **same,
+            "request_id": request_id,
+            "base": base,
+            "operation": operation,
+            "created_at": self._clock.now(),
+            "failed": False,
+        }
 
         def insert_once(connection: Connection) -> str:
-            found = connection.execute(select(futures.c.request_id).where(same)).scalar_one_or_none()
+            found = connection.execute(_FIND, same).scalar_one_or_none()
             if found is None:
-                connection.execute(
-                    insert(futures).values(
-                        request_id=request_id,
-                        owner=owner,
-                        base=base,
-                        kind=key.kind,
-                        scope=key.scope,
-                        seq_id=key.seq_id,
-                        operation=operation,
-                        created_at=created_at,
-                        failed=False,
-                    )
-                )
+                connection.execute(_INSERT, new)
             return found or request_id
 
         self._entries[request_id] = _Entry(state)  # before the row can be seen, so that no waiter can miss it
@@ -173,26 +172,23 @@ class SqlFutureStore:
         return self._unsaved.get(request_id) or await self._read(request_id)
 
     async def _read(self, request_id: str) -> FutureState:
-        rows = await self._database.read(select(futures).where(futures.c.request_id == request_id))
+        rows = await self._database.read(_GET, {"of": request_id})
         if not rows:
             raise NotFound(f"no request {request_id!r}: it never was, or its answer is no longer kept")
         return _state(rows[0])
 
     async def _save(self, answer: FutureState) -> None:
         assert answer.encoded is not None
-        statement = (
-            update(futures)
-            .where(futures.c.request_id == answer.request_id, futures.c.finished_at.is_(None))
-            .values(
-                finished_at=self._clock.now(),
-                failed=answer.failed,
-                content_type=answer.encoded.content_type,
-                body=answer.encoded.body,
-            )
-        )
+        values = {
+            "of": answer.request_id,
+            "finished_at": self._clock.now(),
+            "failed": answer.failed,
+            "content_type": answer.encoded.content_type,
+            "body": answer.encoded.body,
+        }
 
         def finish(connection: Connection) -> None:
-            connection.execute(statement)
+            connection.execute(_FINISH, values)
 
         await self._database.write(finish)
 

@@ -296,7 +296,7 @@ class Training:
             await self._sampling.publish(record, ref, sampling_session_id, kind or self._settings.sampler_kind)
             return SamplerWeightsSaved(path=None, sampling_session_id=sampling_session_id)
 
-        command = Snapshot(model_id=model_id, seq_id=seq_id, kind="sampler", for_disk=False)
+        command = Snapshot(model_id=model_id, seq_id=seq_id, kind="sampler", for_disk=False, to_publish=True)
         return await self._train(principal, command, "save_weights_for_sampler", finish_ephemeral)
 
     async def weights_info(self, principal: str, path: str) -> WeightsInfo:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -77,6 +76,10 @@ class Seen(Worker):
     def acquire(self, version: Version | None, count: int = 1) -> None:
         self._note("acquire", (version, count))
         super().acquire(version, count)
+
+    def publish(self, ref: SnapshotRef, loaded: Any | None) -> None:
+        self._note("publish", ref)
+        super().publish(ref, loaded)
 
 
 @pytest.fixture
@@ -328,25 +331,18 @@ async def test_requests_move_to_newer_weights_together(rank: tuple[Replica, Seen
     assert (await replica.stats())["versions_pinned"] == 0
 
 
-class Elsewhere(queue.SimpleQueue[Any]):
-    """An inbox with a publication on its way from another process: there when the loop waits for messages, not when it
-    looks."""
-
-    def __init__(self) -> None:
-        self.on_the_way: list[Publish] = []
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        return self.on_the_way.pop() if timeout and self.on_the_way else super().get(block, timeout)
-
-
 @pytest.mark.parametrize(
-    ("follows", "comes", "steps"), [(True, True, 0), (True, False, 1), (False, True, 1)], ids=["soon", "late", "alone"]
+    ("follows", "to_publish", "steps"),
+    [(True, True, 0), (True, False, 2), (False, True, None)],
+    ids=["with the snapshot", "asked for later", "a snapshot's request"],
 )
-def test_weights_that_are_followed_are_in_the_next_step(tiny: Path, follows: bool, comes: bool, steps: int) -> None:
-    """Optimiser step and snapshot are one turn; the publication is sent when its answer is there. ``steps``: of the old
-    weights until it is seen. It is waited for in vain for a while, and not at all where nobody follows."""
+def test_weights_that_are_followed_are_in_the_next_step(
+    tiny: Path, follows: bool, to_publish: bool, steps: int | None
+) -> None:
+    """Optimiser step and snapshot are one turn; whoever wants them published asks two steps later, and is answered.
+    ``steps``: of the old weights after that turn, None: all."""
     worker = Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), lambda phase: None, Peers()))
-    inbox, late, steps_before = Elsewhere(), list[Publish](), list[int]()
+    refs, versions, answered = list[SnapshotRef](), list[tuple[int, Version | None]](), list[int]()
 
     def num_steps() -> int:
         return sum(isinstance(turn, SampleStep) for turn in worker.turns)
@@ -356,35 +352,76 @@ def test_weights_that_are_followed_are_in_the_next_step(tiny: Path, follows: boo
             loop.post(Submit(call=command.seq_id, command=command))
 
     def snapshot(seq_id: int) -> Snapshot:
-        return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False)
+        return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False, to_publish=to_publish)
 
     def emit(message: FromRank) -> None:
         match message:
             case Finished(call=1, result=SnapshotRef() as ref):
+                refs.append(ref)
                 loop.post(Publish(call=8, ref=ref))
                 loop.post(Sample(request=request(ref.version, max_tokens=10, stream=True, inflight=follows)))
             case Finished(call=3, result=SnapshotRef() as ref):
                 assert sum(isinstance(turn, Rows) for turn in worker.turns) == 2
-                steps_before.append(num_steps())
-                (inbox.on_the_way if comes else late).append(Publish(call=9, ref=ref))
-            case Finished(call=9):
-                steps_before.append(num_steps())
-            case Sampled():
+                refs.append(ref)
+            case Finished(call=8 | 9 as call):
+                answered.append(call)
+            case Sampled(delta=delta):
+                versions.append((num_steps(), delta.version))
                 if num_steps() == 2:
                     send(OptimStep(model_id="a", seq_id=2, adam_params=AdamParams()), snapshot(3))
-                for publications in (inbox.on_the_way, late):
-                    while publications:
-                        loop.post(publications.pop())
+                if num_steps() == 4:
+                    loop.post(Publish(call=9, ref=refs[1]))
             case SampleEnded():
                 loop.post(Stop())
             case Failed(error=failure):
                 raise failure
 
     loop = TurnLoop(worker, emit=emit, board=Board(), steps_per_microbatch=1.0)
-    loop._inbox = inbox
     send(CreateModel(model_id="a", lora=LoraConfig(rank=4, seed=0)), snapshot(1))
     loop.run()
-    assert steps_before == [2, 2 + steps]
+    old, new = (ref.version for ref in refs)
+    crossed = 10 if steps is None else 2 + steps
+    assert versions == [(step, old if step <= crossed else new) for step in range(1, 11)]
+    assert answered == [8, 9]
+    pins = worker.stats()["versions_pinned"]
+    assert pins == 0
+
+
+@pytest.mark.parametrize("what", ["publish", "acquire"])
+def test_weights_that_cannot_be_published_with_their_snapshot_are_published_when_asked_for(
+    tiny: Path, what: str
+) -> None:
+    worker = Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), lambda phase: None, Peers()))
+    versions, answered = list[Version | None](), list[int]()
+
+    def emit(message: FromRank) -> None:
+        match message:
+            case Finished(call=1, result=SnapshotRef() as ref):
+                loop.post(Publish(call=8, ref=ref))
+                loop.post(Sample(request=request(ref.version, max_tokens=10, stream=True, inflight=True)))
+            case Finished(call=2, result=SnapshotRef() as ref):
+                loop.post(Publish(call=9, ref=ref))
+            case Finished(call=8 | 9 as call):
+                answered.append(call)
+            case Sampled(delta=delta):
+                versions.append(delta.version)
+                if len(versions) == 2:
+                    worker.sabotage[what] = 1
+                    loop.post(Submit(call=2, command=snapshot(2)))
+            case SampleEnded():
+                loop.post(Stop())
+            case Failed(error=failure):
+                raise failure
+
+    def snapshot(seq_id: int) -> Snapshot:
+        return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False, to_publish=True)
+
+    loop = TurnLoop(worker, emit=emit, board=Board(), steps_per_microbatch=1.0)
+    loop.post(Submit(call=0, command=CreateModel(model_id="a", lora=LoraConfig(rank=4, seed=0))))
+    loop.post(Submit(call=1, command=snapshot(1)))
+    loop.run()
+    assert answered == [8, 9]
+    assert [version.number for version in versions if version is not None] == [1] * 2 + [2] * 8
 
 
 async def test_many_versions_are_served_each_with_its_own_weights(rank: tuple[Replica, Seen]) -> None:
