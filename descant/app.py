@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
@@ -400,7 +400,7 @@ async def serving(
 class _Server(HttpServer):
     """Leaves signals to ``run``, and says when it answers."""
 
-    def __init__(self, app: FastAPI, *, graceful_stop_s: int):
+    def __init__(self, app: Starlette, *, graceful_stop_s: int):
         super().__init__(app, graceful_stop_s=graceful_stop_s)
         self.answering = asyncio.Event()
 

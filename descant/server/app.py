@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from descant.errors import Unauthorized
 from descant.server.auth import Keys
@@ -32,7 +33,7 @@ def create_app(
     missing: Callable[[], str | None] = lambda: None,
     report: Callable[[], Mapping[str, Any]] = dict,
     settings: ServerSettings | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The Tinker protocol under ``/api/v1`` over ``service``, with ``/healthz`` and ``/readyz``.
 
     ``ready``: None when requests can be served, else what is awaited, in a sentence. ``missing``: what is missing
@@ -41,9 +42,6 @@ def create_app(
     """
     polls = LongPolls()
     routes = Routes(service, auth=auth, polls=polls, settings=settings or ServerSettings())
-    app = FastAPI(title="Descant", openapi_url=None)
-    app.state.long_polls = polls
-    app.add_exception_handler(HTTPException, _http_error)
 
     async def readyz(request: Request) -> Response:
         reason = ready()
@@ -59,9 +57,12 @@ def create_app(
             return error_response(error)
         return json_response(report())
 
-    app.add_route("/readyz", readyz, methods=["GET"])
-    app.add_route(f"{PREFIX}/admin/report", admin_report, methods=["GET"])
-    app.router.routes.extend(routes.table())
+    own = [
+        Route("/readyz", readyz, methods=["GET"]),
+        Route(f"{PREFIX}/admin/report", admin_report, methods=["GET"]),
+    ]
+    app = Starlette(routes=[*own, *routes.table()], exception_handlers={HTTPException: _http_error})
+    app.state.long_polls = polls
     return app
 
 
@@ -73,7 +74,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 class HttpServer(uvicorn.Server):
     """Serves an app of ``create_app`` on sockets that are bound already (``bind``): nobody else can take the port."""
 
-    def __init__(self, app: FastAPI, *, graceful_stop_s: int = 10, log_level: str = "warning"):
+    def __init__(self, app: Starlette, *, graceful_stop_s: int = 10, log_level: str = "warning"):
         super().__init__(
             uvicorn.Config(
                 app,
@@ -84,6 +85,7 @@ class HttpServer(uvicorn.Server):
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=graceful_stop_s,
                 server_header=False,
+                proxy_headers=False,
             )
         )
         self._polls: LongPolls = app.state.long_polls

@@ -37,14 +37,14 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 
 MAY_IMPORT_ANYTHING = {"app", "cli", "demo", "testing"}
 
-WEB = {"fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop"}
+WEB = {"starlette", "uvicorn", "pydantic", "httptools", "uvloop"}
 SQL = {"sqlalchemy"}
 TORCH = {"torch", "transformers", "safetensors", "peft"}
 MAY_NOT_IMPORT: Mapping[str, set[str]] = {
     "types": WEB | SQL | TORCH,
     "errors": WEB | SQL | TORCH | {"numpy"},
     "ports": WEB | SQL | TORCH,
-    "wire": SQL | TORCH | {"fastapi", "starlette", "uvicorn", "tinker"},
+    "wire": SQL | TORCH | {"starlette", "uvicorn", "tinker"},
     "service": WEB | TORCH | {"tinker"},
     "server": SQL | TORCH | {"tinker"},
     "model": WEB | SQL | {"tinker", "click", "rich"},
@@ -135,7 +135,7 @@ def test_the_check_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lin
     ("package", "absent"),
     [
         pytest.param("service", WEB | TORCH, id="service without torch and the web"),
-        pytest.param("wire", SQL | TORCH | {"fastapi", "starlette", "tinker"}, id="wire without torch and SQL"),
+        pytest.param("wire", SQL | TORCH | {"starlette", "tinker"}, id="wire without torch and SQL"),
         pytest.param("model", WEB | SQL, id="model without the web and SQL"),
         pytest.param("train", WEB | SQL, id="train without the web and SQL"),
         pytest.param("sample", WEB | SQL, id="sample without the web and SQL"),
