@@ -42,6 +42,9 @@ CLIENT_CONFIG = {
 }
 """What this server can do. Chunks come one after the other, so that a model's requests arrive in order."""
 
+SDK_SAMPLES = "x-tinker-sampling-backpressure"
+"""The SDK sends this header, as "1", with every sampling request; it waits for each as soon as it has its id."""
+
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
 
 
@@ -382,8 +385,16 @@ class Routes:
             target_prompt_logprobs=targets.to_tensor() if (targets := request.target_prompt_logprobs) else None,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k or 0,
             topk_sample_logprobs=request.topk_sample_logprobs or 0,
+            claimed_at_once=call.request.headers.get(SDK_SAMPLES) == "1",
         )
-        return submitted_response(await self._service.sampling.sample(call.principal, submission))
+        broken_off = asyncio.ensure_future(call.broken_off())
+        try:
+            submitted = await self._service.sampling.sample(call.principal, submission)
+        finally:
+            broken_off.cancel()
+        if broken_off.done():
+            await self._service.promises.submission_broken_off(call.principal, submitted.request_id)
+        return submitted_response(submitted)
 
     # ------------------------------------------------------------------------------------------------ futures
     async def retrieve_future(self, call: Call) -> Response:

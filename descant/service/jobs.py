@@ -32,6 +32,8 @@ class Job:
     """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of. ``client``:
     who waits for it, if it is given up without.
 
+    ``claimed``: somebody has come for its answer, and it is that client's from then on. ``claimed_at_once``: its client
+    said that it comes as soon as it has the request's id.
     ``submitted``: the backend has it; until then it waits for its turn in the order of its model.
     ``on_end`` is called once, however it ends.
     """
@@ -43,6 +45,8 @@ class Job:
     seq_id: int = 0
     num_tokens: int = 0
     client: Client | None = None
+    claimed: bool = False
+    claimed_at_once: bool = False
     accepted_at: float = 0.0
     on_end: Callable[[], None] | None = None
     submitted: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,7 +42,7 @@ class Pending:
 
 
 class Promises:
-    """Owns which clients are there (``presence``), and which requests were given up because theirs was not. What a
+    """Owns which clients are there (``presence``), and which requests were given up because nobody waited. What a
     request does, and how it ends, is the affair of whoever had it accepted and of its ``Job``."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Promises:
             ),
         )
         self._given_up: dict[str, None] = {}
-        """The latest sampling requests whose clients vanished."""
+        """The latest sampling requests for which nobody waited any more."""
 
     async def accept(
         self,
@@ -104,6 +104,9 @@ class Promises:
         """Waits up to ``timeout_s``. Raises ``NotFound`` for an id this principal does not own, ``Gone`` for a sampling
         request that was given up because nobody waited for it: who still wants it sends it again."""
         state = await self._future(principal, request_id)
+        job = self._jobs.get(request_id)
+        if job is not None:
+            job.claimed = True
         client = client_of(state.key)
         with self.presence.polling(client):
             session = self._sessions.get(client.session_id)
@@ -112,7 +115,7 @@ class Promises:
             if state.encoded is None and timeout_s > 0:
                 state = await self._futures.get(request_id, timeout_s=timeout_s)
         if request_id in self._given_up:
-            raise Gone(f"request {request_id!r} was given up, since its client had gone; send it again")
+            raise Gone(f"request {request_id!r} was given up, since nobody waited for it; send it again")
         if state.encoded is not None:
             return state
         job = self._jobs.get(request_id)
@@ -124,6 +127,14 @@ class Promises:
         state = await self._future(principal, request_id)
         self.presence.broken_off(client_of(state.key))
 
+    async def submission_broken_off(self, principal: str, request_id: str) -> None:
+        """The client's side closed the connection on which it had sent this request, before the answer. It has no id to
+        wait for, unless it sent the request twice: a sampling request for which nobody ever came is given up."""
+        await self._future(principal, request_id)
+        job = self._jobs.get(request_id)
+        if job is not None and job.client is not None and not job.claimed:
+            self._give_up([job], "its client closed the connection on which it was sent")
+
     async def cancel_future(self, principal: str, request_id: str) -> None:
         """Ends a sampling request, whose future fails; others run on, for what they do counts. Raises ``NotFound``."""
         await self._future(principal, request_id)
@@ -133,11 +144,17 @@ class Promises:
 
     def give_up(self, session_id: str, why: str, *, client: Client | None = None) -> None:
         """Ends a session's sampling requests, or those of one client of it, whose client is not there any more."""
-        jobs = [
-            job
-            for job in self._jobs.where(lambda job: job.client is not None and job.client.session_id == session_id)
-            if not job.ended and client in (None, job.client)
-        ]
+        jobs = self._jobs.where(lambda job: job.client is not None and job.client.session_id == session_id)
+        self._give_up([job for job in jobs if client in (None, job.client)], why)
+
+    def give_up_unclaimed(self, timeout_s: float) -> None:
+        """Ends the sampling requests whose clients come for them at once, and did not in this time."""
+        latest = self._clock.monotonic() - timeout_s
+        jobs = self._jobs.where(lambda job: job.claimed_at_once and not job.claimed and job.accepted_at < latest)
+        self._give_up(jobs, f"nobody came for the answer within {timeout_s:g} s")
+
+    def _give_up(self, jobs: Sequence[Job], why: str) -> None:
+        jobs = [job for job in jobs if not job.ended]
         for job in jobs:
             self._given_up[job.request_id] = None
             self._jobs.fail(job, ServerError(f"the request was given up: {why}"))

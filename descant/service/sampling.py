@@ -54,6 +54,8 @@ class SampleSubmission:
     target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     topk_sample_logprobs: int = 0
+    claimed_at_once: bool = False
+    """Its client comes for the answer as soon as it has the id: if it does not, nobody will."""
 
 
 class Sampling:
@@ -159,6 +161,7 @@ class Sampling:
                 base=base,
                 seq_id=submission.seq_id,
                 client=client,
+                claimed_at_once=submission.claimed_at_once,
                 on_end=leave,
             )
             self._jobs.start(self._jobs.add(job), self._sample(request_id, sampler, session, submission))

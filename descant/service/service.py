@@ -264,6 +264,7 @@ class Service:
         """Ends whatever is over its time. Called by itself all the time; one part's failure stops no other."""
         now = self._clock.monotonic()
         self.training.expire()
+        self.promises.give_up_unclaimed(self._settings.unclaimed_timeout_s)
         for session in self._sessions:
             session_id = session.record.session_id
             if self.promises.presence.polls(session_id):

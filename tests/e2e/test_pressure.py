@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -64,6 +67,28 @@ def numbers(server: Server) -> dict[str, float]:
     return {name.partition("{")[0].removeprefix("descant_"): float(value) for name, value in pairs}
 
 
+def post(server: Server, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
+    url, headers = f"{server.url}/api/v1/{path}", {"x-api-key": KEY, **(headers or {})}
+    return httpx.post(url, json=body, headers=headers, timeout=END_S, trust_env=False)
+
+
+def sampling_session(server: Server, model: str) -> str:
+    session = post(server, "create_session", {}).json()["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
+    return post(server, "create_sampling_session", body).json()["sampling_session_id"]
+
+
+def asked(sampler: str, seq_id: int = 0, *, num_samples: int = 1, max_tokens: int = 450) -> dict[str, Any]:
+    """The body of an ``asample``."""
+    return {
+        "sampling_session_id": sampler,
+        "seq_id": seq_id,
+        "num_samples": num_samples,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+        "sampling_params": {"max_tokens": max_tokens, "stop": []},
+    }
+
+
 def until(fact: Callable[[], bool], what: str) -> float:
     """Seconds until it held."""
     start = time.monotonic()
@@ -97,27 +122,7 @@ def test_a_client_that_is_killed_holds_nothing(server: Server, model: str) -> No
         assert client.stdout is not None
         assert client.stdout.readline() == "sent\n"
         until(lambda: numbers(server)["samples_in_flight"] == 40 and numbers(server)["sample_running"] == 4, "running")
-        full = httpx.post(
-            f"{server.url}/api/v1/create_session", json={}, headers={"x-api-key": KEY}, timeout=END_S, trust_env=False
-        )
-        other = full.json()["session_id"]
-        sampler = httpx.post(
-            f"{server.url}/api/v1/create_sampling_session",
-            json={"session_id": other, "sampling_session_seq_id": 0, "base_model": model},
-            headers={"x-api-key": KEY},
-            timeout=END_S,
-            trust_env=False,
-        ).json()["sampling_session_id"]
-        body = {
-            "sampling_session_id": sampler,
-            "seq_id": 0,
-            "num_samples": 1,
-            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
-            "sampling_params": {"max_tokens": 1},
-        }
-        refused = httpx.post(
-            f"{server.url}/api/v1/asample", json=body, headers={"x-api-key": KEY}, timeout=END_S, trust_env=False
-        )
+        refused = post(server, "asample", asked(sampling_session(server, model), max_tokens=1))
         assert refused.status_code == 429
         assert 0 < float(refused.headers["retry-after"]) <= 60
     finally:
@@ -131,41 +136,50 @@ def test_a_client_that_is_killed_holds_nothing(server: Server, model: str) -> No
 
 
 def test_a_sampling_future_that_is_cancelled_ends(server: Server, model: str) -> None:
-    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
-        client = service.create_sampling_client(base_model=model).result(END_S)
-        params = types.SamplingParams(max_tokens=450, seed=1, stop=[])
+    """While the SDK waits for it. A cancel that comes as an answer arrives can be lost in the transport of the SDK;
+    then it waits on for a result that nobody wants, and no server can know."""
+    wire = Wire(server)
+    try:
+        with tinker.ServiceClient(base_url=wire.url, api_key=KEY) as service:
+            client = service.create_sampling_client(base_model=model).result(END_S)
+            params = types.SamplingParams(max_tokens=450, seed=1, stop=[])
 
-        prompt = types.ModelInput.from_ints([5, 6, 7])
+            prompt = types.ModelInput.from_ints([5, 6, 7])
 
-        async def cancelled() -> None:
-            async def ask() -> None:
-                await client.sample(prompt, num_samples=64, sampling_params=params)
+            async def cancelled() -> None:
+                async def ask() -> None:
+                    await client.sample(prompt, num_samples=64, sampling_params=params)
 
-            tasks = [asyncio.create_task(ask()) for _ in range(4)]
-            await asyncio.to_thread(until, lambda: numbers(server)["samples_in_flight"] == 4, "running")
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+                tasks = [asyncio.create_task(ask()) for _ in range(4)]
+                await asyncio.to_thread(until, lambda: wire.polls == 4, "waiting")
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
 
-        asyncio.run(asyncio.wait_for(cancelled(), END_S))
-        until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "cancelled")
+            asyncio.run(asyncio.wait_for(cancelled(), END_S))
+            until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "cancelled")
+    finally:
+        wire.close()
 
 
 class Wire:
-    """A line to the server that can be cut: connections break, and new ones are refused until it is mended."""
+    """A line to the server that can be cut: connections break, and new ones are refused until it is mended. And it can
+    hold answers back. ``polls``: how many waits for a result have passed."""
 
     def __init__(self, server: Server):
         address = httpx.URL(server.url)
         self._target = address.host, address.port
         self._connections: set[asyncio.Task[None]] = set()
         self._is_cut = False
+        self.polls = 0
         self._listening = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()), daemon=True)
         self._thread.start()
         assert self._listening.wait(END_S)
 
     async def _listen(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._loop, self._over, self._answers = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self._answers.set()
         listener = await asyncio.start_server(self._connection, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         self._listening.set()
@@ -178,7 +192,7 @@ class Wire:
             writer.transport.abort()
             return
         there, back = await asyncio.open_connection(*self._target)
-        copies = {asyncio.create_task(_copy(reader, back)), asyncio.create_task(_copy(there, writer))}
+        copies = {asyncio.create_task(self._ask(reader, back)), asyncio.create_task(self._answer(there, writer))}
         self._connections |= copies
         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
         self._connections -= copies
@@ -186,6 +200,20 @@ class Wire:
             copy.cancel()
         for end in (writer, back):
             end.transport.abort()
+
+    async def _ask(self, client: asyncio.StreamReader, server: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await client.read(1 << 16):
+                server.write(data)
+                await server.drain()
+                self.polls += data.count(b"POST /api/v1/retrieve_future ")
+
+    async def _answer(self, server: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await server.read(1 << 16):
+                await self._answers.wait()
+                client.write(data)
+                await client.drain()
 
     async def _break(self) -> None:
         for copy in self._connections:
@@ -198,16 +226,68 @@ class Wire:
     def mend(self) -> None:
         self._is_cut = False
 
+    def hold(self) -> None:
+        self._loop.call_soon_threadsafe(self._answers.clear)
+
+    def release(self) -> None:
+        self._loop.call_soon_threadsafe(self._answers.set)
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(END_S)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
+def test_a_submission_whose_client_has_closed_the_connection_ends(server: Server, model: str) -> None:
+    """It never hears the request's id, so it can neither wait for it nor cancel it."""
+    body = asked(sampling_session(server, model), num_samples=64)
+    text, address = json.dumps(body), httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        head = f"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\n"
+        connection.sendall(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
+    again = post(server, "asample", body).json()  # the same request, whichever comes first
+    seconds = until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "given up")
+    print(f"\na submission ended {1000 * seconds:.0f} ms after its connection")
+    assert post(server, "retrieve_future", {"request_id": again["request_id"]}).status_code == 410
+
+
+def test_a_submission_that_is_cancelled_before_its_answer_arrives_ends(server: Server, model: str) -> None:
+    """The server has answered, the SDK does not know it and forgets the request."""
+    wire = Wire(server)
+    try:
+        with tinker.ServiceClient(base_url=wire.url, api_key=KEY) as service:
+            client = service.create_sampling_client(base_model=model).result(END_S)
+            params = types.SamplingParams(max_tokens=450, seed=1, stop=[])
+            wire.hold()
+            try:
+                futures = [client.sample(types.ModelInput.from_ints([5, 6, 7]), 64, params) for _ in range(4)]
+                until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 4, "running")
+                assert all(future.future().cancel() for future in futures)
+                seconds = until(lambda: numbers(server)["samples_in_flight"] == 0, "given up")
+            finally:
+                wire.release()
+            print(f"\nsubmissions ended {seconds:.1f} s after the SDK had forgotten them")
+    finally:
+        wire.close()
+    until(lambda: numbers(server)["sample_running"] == 0, "given up")
+
+
+def test_what_the_sdk_asked_for_and_does_not_come_for_ends(server: Server, model: str) -> None:
+    """As if it had been cancelled between the answer of its submission and its first wait. Clients that do not say that
+    they come at once may take their time."""
+    sampler = sampling_session(server, model)
+    at_once = {"x-tinker-sampling-backpressure": "1"}
+    with httpx.Client(base_url=f"{server.url}/api/v1/", headers={"x-api-key": KEY}, trust_env=False) as client:
+        bodies = [asked(sampler, seq_id, num_samples=64) for seq_id in range(2)]
+        left, kept = [
+            client.post("asample", json=body, headers=headers, timeout=END_S).json()["request_id"]
+            for body, headers in zip(bodies, (at_once, {}), strict=True)
+        ]
+        seconds = until(lambda: numbers(server)["samples_in_flight"] == 1, "given up")
+        print(f"\na request for which nobody came ended after {seconds:.1f} s")
+        assert post(server, "retrieve_future", {"request_id": left}).status_code == 410
+        assert numbers(server)["samples_in_flight"] == 1
+        assert post(server, "cancel_future", {"request_id": kept}).status_code == 200
+    until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "cancelled")
 
 
 def test_a_client_whose_line_was_cut_sends_again_what_was_given_up(server: Server, model: str) -> None:

@@ -77,6 +77,7 @@ class StubService:
         self.session_requests: list[dict[str, Any]] = []
         self.finished: list[tuple[str, str]] = []
         self.broken_off: list[tuple[str, str]] = []
+        self.submissions_broken_off: list[tuple[str, str]] = []
         self.cancelled: list[str] = []
         self.over: set[str] = set()
         self.hold = False
@@ -239,6 +240,9 @@ class StubService:
 
     async def poll_broken_off(self, principal: str, request_id: str) -> None:
         self.broken_off.append((principal, request_id))
+
+    async def submission_broken_off(self, principal: str, request_id: str) -> None:
+        self.submissions_broken_off.append((principal, request_id))
 
     async def cancel_future(self, principal: str, request_id: str) -> None:
         if self.futures.get(request_id, (None, None))[0] != principal:

@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -298,6 +299,50 @@ def test_a_connection_that_its_client_closes_breaks_its_wait_off(running: Any, s
         assert answered or told.wait(10)
         plain(client.get("/api/v1/healthz"), 200)
     assert [request_id for _, request_id in service.broken_off] == ([] if answered else [submitted["request_id"]])
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_sampling_request_whose_client_closed_the_connection_first_is_told_of(
+    running: Any, service: Any, answered: bool
+):
+    """Also one so long that reading it was paused. The header says whether its client claims it at once."""
+    entered, goes_on, told = threading.Event(), threading.Event(), threading.Event()
+    sample, broken_off = service.sample, service.submission_broken_off
+
+    async def held(*args: Any) -> Any:
+        entered.set()
+        await asyncio.to_thread(goes_on.wait, 10)
+        return await sample(*args)
+
+    async def submission_broken_off(*args: Any) -> None:
+        await broken_off(*args)
+        told.set()
+
+    service.sample, service.submission_broken_off = held, submission_broken_off
+    with httpx.Client(base_url=running.url, headers={"x-api-key": "tml-a"}, timeout=30, trust_env=False) as client:
+        session = client.post("/api/v1/create_session", json={}).json()["session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = client.post("/api/v1/create_sampling_session", json=body).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 100_000}]}
+        text = json.dumps({"sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "prompt": prompt,
+                           "sampling_params": {"max_tokens": 1}})  # fmt: skip
+        address = httpx.URL(running.url)
+        with socket.create_connection((address.host, address.port)) as connection:
+            head = "POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: tml-a\r\n"
+            head += "x-tinker-sampling-backpressure: 1\r\n" * answered
+            connection.sendall(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
+            assert entered.wait(10)
+            if answered:
+                goes_on.set()
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        deadline = time.monotonic() + 10
+        while len(running.server.server_state.connections) > 1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        goes_on.set()
+        assert answered or told.wait(10)
+        plain(client.get("/api/v1/healthz"), 200)
+    assert [request_id for _, request_id in service.submissions_broken_off] == ([] if answered else ["future-0"])
+    assert [submission.claimed_at_once for submission in service.commands] == [answered]
 
 
 async def test_metrics_are_for_whoever_has_a_key(client: httpx.AsyncClient):

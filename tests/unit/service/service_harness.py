@@ -181,8 +181,12 @@ class Harness:
             ttl_seconds=None,
         )
 
-    async def sample(self, sampling_session_id: str, seq_id: int = 0, *, owner: str = "alice", n: int = 1) -> Submitted:
-        return await self.service.sampling.sample(owner, submission(sampling_session_id, seq_id, n=n))
+    async def sample(
+        self, sampling_session_id: str, seq_id: int = 0, *, owner: str = "alice", n: int = 1,
+        claimed_at_once: bool = False,
+    ) -> Submitted:  # fmt: skip
+        asked = replace(submission(sampling_session_id, seq_id, n=n), claimed_at_once=claimed_at_once)
+        return await self.service.sampling.sample(owner, asked)
 
     async def answer(self, submitted: Submitted | str, *, owner: str = "alice") -> Any:
         """The answer or the error that a client's future ends with."""

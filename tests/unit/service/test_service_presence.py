@@ -33,9 +33,9 @@ class Sampling:
 
         harness.hook = hook
 
-    async def submit(self, *seq_ids: int) -> list[Submitted]:
+    async def submit(self, *seq_ids: int, claimed_at_once: bool = False) -> list[Submitted]:
         begun = self.begun + len(seq_ids)
-        sent = [await self.harness.sample(self.sampler, seq_id) for seq_id in seq_ids]
+        sent = [await self.harness.sample(self.sampler, seq_id, claimed_at_once=claimed_at_once) for seq_id in seq_ids]
         await self.harness.until(lambda: self.begun == begun)
         return sent
 
@@ -150,6 +150,67 @@ async def test_silence_gives_up_too_but_not_while_somebody_waits(harness: Harnes
     await harness.advance(harness.settings.vanish_timeout_s * 0.2)
     await harness.until(lambda: sampling.running() == 0)
     await sampling.gone(submitted)
+
+
+async def test_what_its_client_says_it_claims_at_once_ends_unclaimed(harness: Harness, sampling: Sampling) -> None:
+    claimed, unclaimed = await sampling.submit(0, 1, claimed_at_once=True)
+    [slow] = await sampling.submit(2)
+    await sampling.there(claimed)
+    await harness.advance(harness.settings.unclaimed_timeout_s * 0.9)
+    assert sampling.running() == 3
+    await harness.advance(harness.settings.unclaimed_timeout_s * 0.2)
+    await harness.until(lambda: sampling.running() == 2)
+    await sampling.gone(unclaimed)
+    await harness.service.heartbeat("alice", sampling.session)
+    await harness.advance(harness.settings.vanish_timeout_s * 0.9)
+    await sampling.there(claimed)
+    await sampling.there(slow)
+    sampling.release.set()
+    await harness.result(claimed)
+    await harness.result(slow)
+    assert sampling.running() == 0
+
+
+async def test_what_has_ended_unclaimed_keeps_its_answer(harness: Harness, sampling: Sampling) -> None:
+    [submitted] = await sampling.submit(0, claimed_at_once=True)
+    sampling.release.set()
+    await harness.until(lambda: sampling.running() == 0)
+    await harness.advance(harness.settings.unclaimed_timeout_s * 2)
+    assert len((await harness.result(submitted)).sequences) == 1
+
+
+async def test_a_submission_that_was_broken_off_ends_unless_it_was_claimed(
+    harness: Harness, sampling: Sampling
+) -> None:
+    claimed, polled, unclaimed, other = await sampling.submit(0, 1, 2, 3)
+    promises = harness.service.promises
+    await sampling.there(claimed)
+    await sampling.poll(polled)
+    with pytest.raises(NotFound):
+        await promises.submission_broken_off("bob", unclaimed.request_id)
+    for submitted in (claimed, polled, unclaimed, unclaimed):
+        await promises.submission_broken_off("alice", submitted.request_id)
+    await harness.until(lambda: sampling.running() == 3)
+    await sampling.gone(unclaimed)
+    assert (await harness.sample(sampling.sampler, 2)).request_id == unclaimed.request_id
+    assert sampling.running() == 3, "the same request again takes no room"
+    for submitted in (claimed, other):
+        await sampling.there(submitted)
+    sampling.release.set()
+    for submitted in (claimed, polled, other):
+        await harness.result(submitted)
+    assert sampling.running() == 0
+    await promises.submission_broken_off("alice", other.request_id)
+    await harness.result(other)
+
+
+async def test_training_goes_on_though_its_submission_was_broken_off(harness: Harness, sampling: Sampling) -> None:
+    model = await harness.model(sampling.session)
+    held = await harness.fb(model, 2)
+    await harness.service.promises.submission_broken_off("alice", held.request_id)
+    await harness.advance(harness.settings.unclaimed_timeout_s * 2)
+    await harness.result(await harness.fb(model, 1))
+    await harness.result(held)
 
 
 async def test_what_was_given_up_stays_failed_after_a_restart(harness: Harness, sampling: Sampling) -> None:
