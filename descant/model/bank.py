@@ -14,8 +14,9 @@ what training takes on the device; what is held (``hold``: an open request) stay
 The row stride is a multiple of 128 bytes (a stride off 16 bytes kills the CUDA context in grouped products). ``Layout``
 owns all offsets. Views are handed out detached from the pool's autograd version counter (all views of one tensor share
 it: a write to one adapter's slot would break another's backward). No row is made under ``inference_mode``.
-On CUDA slabs grow by reallocation, only between passes: take views per pass, never keep them. Any call that may bring
-an adapter back may move another that is not held: do not keep a row of one over a call about another.
+On CUDA slabs grow and shrink by reallocation, only between passes: take views per pass, never keep them. Any call that
+may bring an adapter back, and the last ``let_go`` of one, may move another that is not held: do not keep a row of one
+over a call about another.
 """
 
 from __future__ import annotations
@@ -224,10 +225,10 @@ class _Rows:
             return 0 if self._free and self._free[0] in self._touched else self.row_bytes
         return 0 if self._free else self.row_bytes
 
-    def reserve(self, most_bytes: int = MAX_GROWTH_BYTES) -> None:
-        """At least one free slot; where there is none, of at most ``most_bytes`` more (or one)."""
+    def reserve(self, most: int | None = None) -> None:
+        """At least one free slot; where there is none, on CUDA at most ``most`` more."""
         if not self._free:
-            self._grow(most_bytes)
+            self._grow(most)
 
     def take(self, *, zero: bool) -> int:
         """A free slot, the lowest."""
@@ -247,16 +248,35 @@ class _Rows:
             self._dirty.discard(slot)
         heapq.heappush(self._free, slot)
 
-    def trim(self) -> int:
-        """Gives memory of free slots back to the system. Bytes."""
+    def pack(self, movable: Collection[int], *, keep: int = 0) -> dict[int, int]:
+        """On CUDA, so that ``trim`` can give more back: moves what is in the last of these slots to the lowest free
+        ones. Where to."""
+        if self._lazy:
+            return {}
+        size = self._least(self.taken.difference(movable), keep)
+        moved = {}
+        for old in sorted(slot for slot in movable if slot >= size):
+            new = self.take(zero=False)
+            self._tensor.data[new].copy_(self._tensor.data[old])
+            self.give(old)
+            moved[old] = new
+        return moved
+
+    def trim(self, keep: int = 0) -> int:
+        """Gives memory of free slots back to the system, but for the ``keep`` lowest; on CUDA that of those beyond the
+        last slot taken. Bytes."""
         before = self.committed_bytes
         if not self._lazy:
-            if not self.taken:
-                self._tensor, self._end = self._tensor[:0].clone(), 0
-                self._free.clear()
-                self._dirty.clear()
+            size = self._least(self.taken, keep)
+            if size < self._end:
+                # Both tensors are there for a moment, and there may be no memory for that: then it stays as it is.
+                with suppress(MemoryError, torch.OutOfMemoryError):
+                    self._move(self._zeros(size))
+                    self._end = size
+                    self._free = sorted(set(range(size)) - self.taken)
             return before - self.committed_bytes
-        for slot in self._touched & set(self._free):
+        kept = heapq.nsmallest(keep, self._free)
+        for slot in self._touched & set(self._free).difference(kept):
             start, end = slot * self.row_bytes, (slot + 1) * self.row_bytes
             start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
             if self._memory is not None and end > start and hasattr(mmap, "MADV_DONTNEED"):
@@ -264,23 +284,35 @@ class _Rows:
             self._touched.remove(slot)
         return before - self.committed_bytes
 
-    def _grow(self, most_bytes: int) -> None:
+    def _least(self, fixed: Collection[int], keep: int) -> int:
+        """How many slots hold all that is taken and ``keep`` free ones, if only those of ``fixed`` stay in place."""
+        return min(self._end, max(max(fixed, default=-1) + 1, len(self.taken) + keep))
+
+    def _grow(self, most: int | None) -> None:
         old = self._end
         if old == len(self._tensor):
-            grown = self._reserve(old) if self._lazy else self._allocate(old, most_bytes)
-            for slot in self.taken:
-                grown.data[slot].copy_(self._tensor.data[slot])
-            self._tensor = grown
+            self._move(self._reserve(old) if self._lazy else self._allocate(old, most))
         self._end = min(len(self._tensor), old + SLOTS_AT_ONCE) if self._lazy else len(self._tensor)
         self._free.extend(range(old, self._end))
         heapq.heapify(self._free)
 
-    def _allocate(self, old: int, most_bytes: int) -> torch.Tensor:
+    def _move(self, tensor: torch.Tensor) -> None:
+        """To another tensor, which is zero."""
+        for slot in self.taken:
+            tensor.data[slot].copy_(self._tensor.data[slot])
+        self._tensor = tensor
+        self._dirty &= self.taken
+        self._touched &= self.taken
+
+    def _allocate(self, old: int, most: int | None) -> torch.Tensor:
         first = min(FIRST_SLOTS, MAX_FIRST_BYTES // self.row_bytes)
-        more = min(old or first, min(MAX_GROWTH_BYTES, most_bytes) // self.row_bytes)
+        more = min(old or first, MAX_GROWTH_BYTES // self.row_bytes)
+        return self._zeros(old + max(1, more if most is None else min(more, most)))
+
+    def _zeros(self, slots: int) -> torch.Tensor:
         # A tensor made under inference_mode could never be saved for a backward or written outside of it.
         with torch.inference_mode(False):
-            return torch.zeros(old + max(1, more), self._row, dtype=self._dtype, device=self._device)
+            return torch.zeros(slots, self._row, dtype=self._dtype, device=self._device)
 
     def _reserve(self, old: int) -> torch.Tensor:
         """Addresses for more slots than ever needed, or for twice as many as there are."""
@@ -322,6 +354,11 @@ class _Slab:
     def training_bytes(self) -> int:
         states = self.num_placed + len(self._spare)
         return states * self.state_bytes + self.num_placed * self.work.row_bytes + self.gradient.committed_bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Of one in use."""
+        return self.state_bytes + self.work.row_bytes + self.gradient.row_bytes
 
     def placing_bytes(self) -> int:
         """What one more adapter adds to that."""
@@ -365,11 +402,24 @@ class _Slab:
         del self.lora[slot], self.stamps[slot]
         self.work.give(slot)
 
-    def trim(self) -> int:
-        freed = len(self._spare) * self.state_bytes + self.gradient.trim()
-        self._spare.clear()
-        self.work.trim()
-        return freed
+    def reserve_gradient(self, spare_bytes: int) -> None:
+        """A free gradient row, and with ``spare_bytes`` to be had besides one for each adapter that these will hold: a
+        row more would take the room of one."""
+        self.gradient.reserve(1 + max(0, spare_bytes) // self.adapter_bytes)
+
+    def trim(self, idle: Sequence[_Place], *, rows: int = 0, states: int = 0) -> int:
+        """Gives back what nobody uses, but for ``rows`` gradient rows and ``states``. Who is ``idle`` may move. Of
+        what counts, bytes."""
+        freed = max(0, len(self._spare) - states) * self.state_bytes
+        del self._spare[states:]
+        moved = self.gradient.pack([place.slot for place in idle], keep=rows)
+        for place in idle:
+            place.slot = moved.get(place.slot, place.slot)
+        # Working rows do not count. Where they would have to move for it, they stay: captured steps know where they
+        # lie, and all of those would be captured again.
+        if not rows and (_takes_memory_when_written(self._device) or not self.work.taken):
+            self.work.trim()
+        return freed + self.gradient.trim(rows)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -546,7 +596,7 @@ class AdapterBank:
         slab = self._slab(adapter.rank_class)
         gradient = slab.gradient.row_bytes
         scratch = 0 if adapter.gradient_free else gradient
-        return slab.state_bytes + slab.work.row_bytes + gradient + scratch, gradient
+        return slab.adapter_bytes + scratch, gradient
 
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
         """``model_ids`` will be asked for, in this order, once the turn about ``keep`` has run (which of them may go on
@@ -591,7 +641,7 @@ class AdapterBank:
         slab = self._slab(rank_class)
         self._make_training_room(slab.gradient.growth_bytes, slab=slab)
         self._mover.settle()
-        slab.gradient.reserve(self._training_left())
+        slab.reserve_gradient(self._training_left() - slab.gradient.growth_bytes())
         return slab.gradient.take(zero=True)
 
     def free_scratch(self, rank_class: int, slot: int) -> None:
@@ -764,20 +814,29 @@ class AdapterBank:
         return self.max_adapter_bytes - self._training_bytes()
 
     def _make_training_room(
-        self, needed: Callable[[], int], *, slab: _Slab | None = None, keep: Adapter | None = None
+        self, needed: Callable[[], int], *, slab: _Slab | None = None, newcomer: Adapter | None = None
     ) -> None:
-        """Until ``needed()`` more bytes of ``slab`` fit: what other slabs do not use goes first, then adapters, the one
-        that is needed last before the others (``_need``). What is held stays: then the limit is passed. Raises
-        ``ServerError`` when host and disk are full, and has lost nothing."""
+        """Until ``needed()`` more bytes of ``slab`` fit: what nobody uses goes first, but for what ``needed`` counts
+        on, then adapters, the one that is needed last before the others (``_need``). What is held stays: then the limit
+        is passed. Raises ``ServerError`` when host and disk are full, and has lost nothing."""
         while self._training_bytes() + needed() > self.max_adapter_bytes:
             self._mover.settle()  # what is given back may be used at once
-            if any([other.trim() for other in self._slabs.values() if other is not slab]):
+            if any([self._trim(other) for other in self._slabs.values() if other is not slab]):
                 continue
-            victim = self._victim(lambda adapter: adapter is not keep)
-            if victim is not None:
-                self._park(victim)
-            elif slab is None or not slab.trim():
+            if slab is not None and self._trim(slab, rows=1, states=0 if newcomer is None else 1):
+                continue
+            victim = self._victim(lambda adapter: adapter is not newcomer)
+            if victim is None:
                 return
+            self._park(victim)
+
+    def _trim(self, slab: _Slab, *, rows: int = 0, states: int = 0) -> int:
+        idle = [
+            adapter.place
+            for adapter in self._adapters.values()
+            if adapter.place is not None and adapter.holds == 0 and adapter.rank_class == slab.layout.rank_class
+        ]
+        return slab.trim(idle, rows=rows, states=states)
 
     def _victim(self, where: Callable[[Adapter], bool]) -> Adapter | None:
         idle = (a for a in self._adapters.values() if a.place is not None and a.holds == 0 and where(a))
@@ -796,7 +855,7 @@ class AdapterBank:
         slab = self._slab(adapter.rank_class)
         in_memory, adapter.parked = adapter.parked, None  # what it displaces may take its place on the host
         try:
-            self._make_training_room(slab.placing_bytes, slab=slab, keep=adapter)
+            self._make_training_room(slab.placing_bytes, slab=slab, newcomer=adapter)
             while True:
                 self._mover.settle()
                 try:
@@ -815,7 +874,7 @@ class AdapterBank:
         room."""
         slab, parked = self._slab(adapter.rank_class), adapter.parked
         assert parked is not None
-        if not slab.has_room:
+        if not self._has_room(slab):
             victim = self._victim(
                 lambda a: (
                     a.rank_class == adapter.rank_class and a.model_id not in keep and a.model_id not in self._wanted
@@ -824,7 +883,7 @@ class AdapterBank:
             if victim is None or self._host_excess(self._parked_bytes(victim) - parked.num_bytes) > 0:
                 return False
             self._park(victim, beside=True)
-            if not slab.has_room:
+            if not self._has_room(slab):
                 return False
         with self._mover.moving():
             adapter.parked = None
@@ -832,11 +891,14 @@ class AdapterBank:
         self._read_ahead += 1
         return True
 
+    def _has_room(self, slab: _Slab) -> bool:
+        return slab.has_room and slab.placing_bytes() <= self._training_left()
+
     def _put(self, adapter: Adapter, parked: Parked | None) -> _Place:
         """Takes rows and fills them; from its seed without ``parked``. There must be room."""
         slab = self._slab(adapter.rank_class)
-        spare_bytes = self._training_left() - slab.placing_bytes()
-        slab.gradient.reserve(slab.gradient.row_bytes + spare_bytes)  # all that can run out of memory comes first
+        # All that can run out of memory comes first.
+        slab.reserve_gradient(self._training_left() - slab.placing_bytes())
         slab.work.reserve()
         if parked is not None and parked.adoptable:
             state, used = slab.adopt(parked.state), False
