@@ -192,7 +192,10 @@ def copy_a(
     ``adapters_G2`` int64: slot, and how many such rows come before its own."""
     block = 4096
     grid = (len(targets_S3), len(adapters_G2), triton.cdiv(rank_class * most_in, block))
-    _copy_a[grid](slab_SP, targets_S3, adapters_G2, slab_SP.shape[1], R=rank_class, BLOCK=block, num_warps=8)
+    _copy(grid, (slab_SP, targets_S3, adapters_G2), (slab_SP.shape[1],), (rank_class, block))
+
+
+_copy = Kernel(_copy_a, num_warps=8, num_stages=1)
 
 
 @cache

@@ -23,7 +23,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -39,6 +39,7 @@ from descant.model.lora import LoraPass
 from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass, RowRef, to_device
 from descant.sample.chance import uniforms
 from descant.sample.scheduler import SequenceStep
+from descant.types import Version
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +143,9 @@ class Flight:
             return None
         return index if self.sequences[index].context + self._ahead == sequence.context else None
 
-    def computed(self, index: int, sequence: SequenceStep) -> SequenceStep:
-        """``sequence``, whose step row ``index`` does, with the version that computes it."""
-        version = self.sequences[index].version
-        if version is sequence.version or version == sequence.version:
-            return sequence
-        return replace(sequence, version=version)
+    def versions(self, indices: Sequence[int]) -> list[Version | None]:
+        """What computes these of its rows, whatever they are with by now."""
+        return [self.sequences[index].version for index in indices]
 
     def wait(self) -> Decoded:
         if self._done is not None:

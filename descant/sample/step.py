@@ -217,7 +217,7 @@ class Sampler:
     def _land(self, flight: Flight, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
         """What its rows drew. Those with top-k or top-p are drawn here."""
         decoded = flight.wait()
-        chosen, sequences = [index for index, _ in rows], [flight.computed(*row) for row in rows]
+        chosen, sequences = [index for index, _ in rows], [sequence for _, sequence in rows]
         tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
 
         def logits(wanted: Sequence[int]) -> torch.Tensor:
@@ -228,7 +228,7 @@ class Sampler:
             tokens_M, logprobs_M = draw(logits(part), [_params(sequences[n]) for n in part])
             for n, token, logprob in zip(part, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
                 tokens[n], logprobs[n] = token, logprob
-        return _outputs(sequences, tokens, logprobs, logits, singly=self._deterministic)
+        return _outputs(sequences, flight.versions(chosen), tokens, logprobs, logits, singly=self._deterministic)
 
     def _run_flat(self, flat: FlatDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         """Guesses are rows like sequences, each with one key more: a step writes all keys before it reads any, and a
@@ -411,19 +411,21 @@ class Sampler:
 def _drawn(sequences: Sequence[SequenceStep], logits_NV: torch.Tensor) -> list[SequenceOutput]:
     """Row n is sequence n's."""
     tokens_N, logprobs_N = draw(logits_NV, [_params(sequence) for sequence in sequences])
-    return _outputs(sequences, tokens_N.tolist(), logprobs_N.tolist(), lambda wanted: logits_NV[wanted])
+    versions = [sequence.version for sequence in sequences]
+    return _outputs(sequences, versions, tokens_N.tolist(), logprobs_N.tolist(), lambda wanted: logits_NV[wanted])
 
 
 def _outputs(
     sequences: Sequence[SequenceStep],
+    versions: Sequence[Version | None],
     tokens: Sequence[int],
     logprobs: Sequence[float],
     logits: Callable[[list[int]], torch.Tensor],
     *,
     singly: bool = False,
 ) -> list[SequenceOutput]:
-    """What was drawn, where that is wanted, with the likeliest tokens where they are. ``logits`` float32 of the rows
-    asked for."""
+    """What was drawn by ``versions``, where that is wanted, with the likeliest tokens where they are. ``logits``
+    float32 of the rows asked for."""
     finite = [math.isfinite(logprob) for logprob in logprobs]
     topk: dict[int, LikeliestRow] = {}
     wanted = [n for n, sequence in enumerate(sequences) if sequence.topk and sequence.sample and finite[n]]
@@ -433,14 +435,14 @@ def _outputs(
     return [
         SequenceOutput(
             sequence=sequence.sequence,
-            version=sequence.version,
+            version=version,
             tokens=(tokens[n],),
             logprobs=(logprobs[n],),
             topk=(topk[n],) if sequence.topk else (),
         )
         if finite[n] and sequence.sample
-        else _output(sequence, None if finite[n] else NOT_FINITE)
-        for n, sequence in enumerate(sequences)
+        else SequenceOutput(sequence=sequence.sequence, version=version, error=None if finite[n] else NOT_FINITE)
+        for n, (sequence, version) in enumerate(zip(sequences, versions, strict=True))
     ]
 
 
