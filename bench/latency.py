@@ -9,8 +9,9 @@ without a pause. The bound is one microbatch and one decode step, each measured 
 that others work on too.
 
 ``update``: ``--update-sequences`` requests follow a model's newest weights (``inflight``); its optimiser step and the
-snapshot behind it are sent together, the publication when the snapshot is there. ``added``: from the turn of the step
-to the first token of the new weights, less an optimiser step alone and the decode step that the token takes anyway.
+snapshot behind it are sent together, the publication when the snapshot is there. Tokens are the rank's then, who asked
+for them is told at a sequence's end, as by the service. ``added``: from the turn of the step to the first token of the
+new weights, less an optimiser step alone and the decode step that the token takes anyway.
 ``added_in_the_turn``: of this what that turn took longer than an optimiser step alone: the snapshot, and on CUDA what
 was left of the step that the device was ahead with, which was begun before it. ``steps_between``: decode steps that
 ended from that turn's beginning to that token, its own included. ``rows_turns``: turns that step and snapshot took.
@@ -41,7 +42,7 @@ import torch
 from descant.model.load import ModelSource, load_model
 from descant.ranks.channel import Board
 from descant.ranks.loop import TurnLoop
-from descant.ranks.messages import Cancel, Failed, Finished, FromRank, Publish, Release, Sample, Sampled, Stop, Submit
+from descant.ranks.messages import Cancel, Failed, Finished, FromRank, Publish, Release, Sample, Stop, Submit
 from descant.ranks.settings import RankSettings
 from descant.ranks.worker import Worker
 from descant.testing.shapes import SHAPES, shaped_model
@@ -76,6 +77,8 @@ class Timed(Worker):
         self.turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.waits = False
         """For the device, so that a turn's end is its computation's: only where turns are measured alone."""
+        self.drawn: dict[int, list[tuple[float, Version | None]]] = defaultdict(list)
+        """By sequence: when each token was there, and what had computed it."""
 
     def _timed(self, kind: str, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -89,13 +92,29 @@ class Timed(Worker):
         return self._timed("microbatch", lambda: super(Timed, self).microbatch(turn))
 
     def sample_step(self, turn: Any) -> Any:
-        return self._timed("step", lambda: super(Timed, self).sample_step(turn))
+        outputs = self._timed("step", lambda: super(Timed, self).sample_step(turn))
+        now = self.turns["step"][-1][1]
+        for output in itertools.chain.from_iterable(part for part in outputs if isinstance(part, list)):
+            self.drawn[output.sequence] += [(now, output.version)] * len(output.tokens)
+        return outputs
 
     def rows(self, turn: Any) -> Any:
         return self._timed("rows", lambda: super(Timed, self).rows(turn))
 
     def milliseconds(self, kind: str) -> list[float]:
         return [1000 * (end - start) for start, end in self.turns[kind]]
+
+    def sequences(self) -> list[list[tuple[float, Version | None]]]:
+        """The tokens of each."""
+        return list(self.drawn.values())
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Milliseconds between two tokens of a sequence that both came in this time."""
+        found = []
+        for tokens in self.sequences():
+            times = [at for at, _ in tokens if start <= at <= end]
+            found += [1000 * (b - a) for a, b in itertools.pairwise(times)]
+        return found
 
 
 class Desk:
@@ -112,14 +131,11 @@ class Desk:
         self._thread.start()
         self._answers: dict[int, tuple[float, Any]] = {}
         self._then: dict[int, Callable[[Any], None]] = {}
-        self.tokens: dict[tuple[str, int], list[tuple[float, Version | None]]] = defaultdict(list)
         self._calls = self._seq_ids = 0
 
     def _take(self, message: FromRank) -> None:
         now = time.perf_counter()
         match message:
-            case Sampled(delta=delta):
-                self.tokens[delta.request_id, delta.sample] += [(now, delta.version)] * len(delta.tokens)
             case Finished(call=call, result=result):
                 if (then := self._then.pop(call, None)) is not None:
                     then(result)
@@ -164,19 +180,9 @@ class Desk:
                 prompt=(EncodedText(tokens=prompt),),
                 num_samples=1,
                 sampling_params=SamplingParams(max_tokens=tokens, seed=index, stop=()),
-                stream=True,
                 inflight=version is not None,
             )
             self.loop.post(Sample(request=request))
-
-    def gaps(self, name: str, start: float, end: float) -> list[float]:
-        """Milliseconds between tokens that both came in this time."""
-        found = []
-        for (request_id, _), tokens in self.tokens.items():
-            if request_id.startswith(name):
-                times = [at for at, _ in tokens if start <= at <= end]
-                found += [1000 * (b - a) for a, b in itertools.pairwise(times)]
-        return found
 
     def close(self) -> None:
         self.loop.post(Stop())
@@ -213,10 +219,12 @@ def gaps_beside_training(desk: Desk, worker: Timed, options: argparse.Namespace)
     worker.waits = False
 
     room = options.context - options.prompt_tokens
+    worker.drawn.clear()
     desk.sample("gaps", options.sequences, options.prompt_tokens, min(room, 20 * options.tokens), None)
 
     def sampled() -> int:
-        return min((len(desk.tokens[f"gaps-{i}", 0]) for i in range(options.sequences)), default=0)
+        found = worker.sequences()
+        return min(map(len, found)) if len(found) == options.sequences else 0
 
     def during(tokens: int) -> tuple[float, float]:
         begun = sampled()
@@ -226,7 +234,7 @@ def gaps_beside_training(desk: Desk, worker: Timed, options: argparse.Namespace)
 
     during(5)
     worker.turns.clear()
-    idle = desk.gaps("gaps", *during(options.tokens))
+    idle = worker.gaps(*during(options.tokens))
     step = statistics.median(worker.milliseconds("step"))
     training = True
 
@@ -238,7 +246,7 @@ def gaps_beside_training(desk: Desk, worker: Timed, options: argparse.Namespace)
         desk.send(backward, again)
     during(5)
     worker.turns.clear()
-    busy = desk.gaps("gaps", *during(options.tokens))
+    busy = worker.gaps(*during(options.tokens))
     passes, step_meanwhile = worker.milliseconds("microbatch"), percentile(worker.milliseconds("step"), 0.5)
     training = False
     for index in range(options.sequences):
@@ -282,14 +290,14 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
 
     count = options.update_sequences
     room = options.context - options.prompt_tokens
+    worker.drawn.clear()
     desk.sample("update", count, options.prompt_tokens, min(room, 40 * (options.rounds + 2)), ref.version)
-    keys = [(f"update-{index}", 0) for index in range(count)]
 
     def since(start: float) -> int:
         """Tokens that the slowest sequence has had since."""
-        return min(sum(at >= start for at, _ in desk.tokens[key][-40:]) for key in keys)
+        return min(sum(at >= start for at, _ in tokens[-40:]) for tokens in worker.sequences())
 
-    desk.until(lambda: all(len(desk.tokens[key]) >= 3 for key in keys))
+    desk.until(lambda: len(worker.drawn) == count and all(len(tokens) >= 3 for tokens in worker.sequences()))
     added, before, stalls, steps, between, rows_turns = [], [], [], [], [], []
     for _ in range(options.rounds):
         desk.answer(desk.send(backward))
@@ -307,8 +315,8 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         desk.send(step)
         _, ref = desk.answer(desk.send(snapshot, publish))
         assert isinstance(ref, SnapshotRef)
-        desk.until(lambda ref=ref: all(desk.tokens[key][-1][1] == ref.version for key in keys))  # type: ignore[misc]
-        first = min(at for key in keys for at, version in desk.tokens[key][-40:] if version == ref.version)
+        desk.until(lambda ref=ref: all(tokens[-1][1] == ref.version for tokens in worker.sequences()))  # type: ignore[misc]
+        first = min(at for tokens in worker.sequences() for at, version in tokens[-40:] if version == ref.version)
         rows = worker.turns["rows"]
         turn = 1000 * sum(end - start for start, end in rows)
         before.append(turn - optimiser)
@@ -317,7 +325,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         added.append(1000 * (first - rows[0][0]) - optimiser - bare)
         after = time.perf_counter()
         desk.until(lambda after=after: since(after) >= 2)  # type: ignore[misc]
-        stalls.append((max(desk.gaps("update", begun - bare / 1000, time.perf_counter())) - turn) / bare)
+        stalls.append((max(worker.gaps(begun - bare / 1000, time.perf_counter())) - turn) / bare)
         # As the service does. With every version kept, the slab would grow, and steps be captured anew.
         desk.answer(desk.call(lambda call, old=old: Release(call=call, version=old)))  # type: ignore[misc]
     for index in range(count):
