@@ -476,6 +476,8 @@ class AdapterBank:
         """By ``_clock``."""
         self._clock = 0
         self._seconds = clock
+        self.moves = 0
+        """How often rows of training adapters were moved, or were found to have been moved beside the computation."""
         self._evictions = self._loads = self._read_ahead = 0
         self._wait_ms = 0.0
 
@@ -631,6 +633,7 @@ class AdapterBank:
         elif place.moved is not None:
             self._mover.wait(place.moved)
             place.moved = None
+            self.moves += 1
         self._clock += 1
         adapter.used = self._clock
         return place
@@ -821,6 +824,7 @@ class AdapterBank:
         is passed. Raises ``ServerError`` when host and disk are full, and has lost nothing."""
         while self._training_bytes() + needed() > self.max_adapter_bytes:
             self._mover.settle()  # what is given back may be used at once
+            self.moves += 1
             if any([self._trim(other) for other in self._slabs.values() if other is not slab]):
                 continue
             if slab is not None and self._trim(slab, rows=1, states=0 if newcomer is None else 1):
@@ -896,6 +900,7 @@ class AdapterBank:
 
     def _put(self, adapter: Adapter, parked: Parked | None) -> _Place:
         """Takes rows and fills them; from its seed without ``parked``. There must be room."""
+        self.moves += 1
         slab = self._slab(adapter.rank_class)
         # All that can run out of memory comes first.
         slab.reserve_gradient(self._training_left() - slab.placing_bytes())
@@ -932,6 +937,7 @@ class AdapterBank:
         ``beside``: the caller knows that it has. Raises ``ServerError``, and it is where it was."""
         place, slab = adapter.place, self._slab(adapter.rank_class)
         assert place is not None
+        self.moves += 1
         adoptable = self._is_dense(adapter.lora) and not self._mover.beside  # the state is host memory already
         with self._mover.moving():
             gradient = None

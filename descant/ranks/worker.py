@@ -140,6 +140,9 @@ class Worker:
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()
         """Open requests: their adapters' rows stay where they are."""
+        self._at_rest: tuple[torch.cuda.Event, int] | None = None
+        """On CUDA, when all is done that the device was told by turns about training rows, and ``AdapterBank.moves``
+        then. None after a turn that did not come to its end."""
 
     def make_scheduler(self) -> Scheduler:
         settings, facts = self._settings, self.facts
@@ -221,6 +224,7 @@ class Worker:
 
     def begin_microbatch(self, turn: Microbatch) -> Report:
         """Opens, and computes this rank's share. No gradient counts yet."""
+        self._at_rest = None
         refused: dict[RequestKey, DescantError] = {}
         for command in turn.opens:
             key = (command.model_id, command.seq_id)
@@ -259,7 +263,12 @@ class Worker:
             else:
                 outcomes.append(Outcome(key=key, result=result))
         self._let_go(turn.closes)
+        self._come_to_rest()
         return outcomes
+
+    def _come_to_rest(self) -> None:
+        if self._model.device.type == "cuda":
+            self._at_rest = torch.cuda.current_stream(self._model.device).record_event(), self._model.bank.moves
 
     def sample_step(self, turn: SampleStep) -> list[Sequence[SequenceOutput] | DescantError | None]:
         return [self.sample(plan) for plan in turn.plans]
@@ -299,6 +308,7 @@ class Worker:
 
     def run_rows(self, turn: Rows) -> list[Outcome]:
         """In the turn's order. Optimiser steps that stand together are made together."""
+        at_rest, self._at_rest = self._at_rest, None
         outcomes: list[Outcome] = []
         while len(outcomes) < len(turn.commands):
             left = turn.commands[len(outcomes) :]
@@ -306,14 +316,16 @@ class Worker:
             results: Sequence[Result | Exception]
             try:
                 if isinstance(command, OptimStep):
-                    results = self._optim_steps(left)
+                    results = self._optim_steps(left, at_rest)
                 else:
                     results = [self._row(command, turn.loaded.get(key))]
             except Exception as error:
                 results = [error]
+            at_rest = None
             for command, result in zip(left, results):
                 ended = as_descant(result) if isinstance(result, Exception) else result
                 outcomes.append(Outcome(key=(command.model_id, command.seq_id), result=ended))
+        self._come_to_rest()
         return outcomes
 
     def _row(self, command: Command, loaded: CheckpointTensors | DescantError | None) -> Result:
@@ -350,14 +362,18 @@ class Worker:
                 finally:
                     self._let_go([(model_id, command.seq_id)])
 
-    def _optim_steps(self, commands: Sequence[Command]) -> list[Result | Exception]:
-        """The outcomes of as many of the first as can be made together, at least one.
+    def _optim_steps(
+        self, commands: Sequence[Command], at_rest: tuple[torch.cuda.Event, int] | None
+    ) -> list[Result | Exception]:
+        """The outcomes of as many of the first as can be made together, at least one. ``at_rest``: as long as nothing
+        has moved since, they need not wait for a step that the sampler is ahead with.
 
         Where ranks add their gradients up, an error that is not the same on all of them leaves the others waiting: it
         is the end of the replica."""
         steps = self._hold_steps(commands)
         try:
-            outcomes = self._learner.optim_steps([(step.model_id, step.adam_params) for step in steps])
+            there = at_rest[0] if at_rest is not None and at_rest[1] == self._model.bank.moves else None
+            outcomes = self._learner.optim_steps([(step.model_id, step.adam_params) for step in steps], there=there)
         except Exception as error:
             outcomes = [error] * len(steps)
         finally:

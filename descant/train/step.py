@@ -305,10 +305,12 @@ class Learner:
             raise outcome
         return outcome
 
-    def optim_steps(self, steps: Sequence[tuple[str, AdamParams]]) -> list[OptimStepOutput | Exception]:
+    def optim_steps(
+        self, steps: Sequence[tuple[str, AdamParams]], *, there: torch.cuda.Event | None = None
+    ) -> list[OptimStepOutput | Exception]:
         """AdamW over the rows of these models, all different and held, each clipped by its global norm; refreshes the
-        working rows; clears the gradients. The device is waited for once. What one of them is refused for is its own
-        outcome, and the others step.
+        working rows; clears the gradients. The device is waited for once, until ``there`` if it is known when all rows
+        had their numbers (``adamw``). What one of them is refused for is its own outcome, and the others step.
 
         Metrics have keys ``grad_norm:mean`` (before clipping, over the whole row) and ``step:max``. ``UserError``
         with weights and moments unchanged and the gradient cleared when a backward since the last step failed (naming
@@ -336,13 +338,15 @@ class Learner:
             else:
                 ready.append(number)
         try:
-            for number, outcome in zip(ready, self._adamw([steps[number] for number in ready]), strict=True):
+            for number, outcome in zip(ready, self._adamw([steps[number] for number in ready], there), strict=True):
                 outcomes[number] = outcome
         finally:
             self._clear(used)
         return [outcome for outcome in outcomes if outcome is not None]
 
-    def _adamw(self, steps: Sequence[tuple[str, AdamParams]]) -> list[OptimStepOutput | Exception]:
+    def _adamw(
+        self, steps: Sequence[tuple[str, AdamParams]], there: torch.cuda.Event | None
+    ) -> list[OptimStepOutput | Exception]:
         if not steps:
             return []
         bank = self._model.bank
@@ -351,6 +355,7 @@ class Learner:
             adapter, gradient = bank[model_id], bank.gradient(model_id)
             if self._add_up is not None and not adapter.gradient_free:
                 self._add_up(gradient)
+                there = None
             weights, moment1, moment2 = bank.state(model_id).unbind()
             row = Row(
                 weights=weights,
@@ -363,7 +368,8 @@ class Learner:
             rows.append(row)
         outcomes: list[OptimStepOutput | Exception] = []
         stepped = []
-        for row, (model_id, _), norm in zip(rows, steps, adamw(rows, limit=torch.finfo(self._model.dtype).max)):
+        norms = adamw(rows, limit=torch.finfo(self._model.dtype).max, there=there)
+        for row, (model_id, _), norm in zip(rows, steps, norms, strict=True):
             if isinstance(norm, Exception):
                 outcomes.append(norm)
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def measured(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     calls: list[list[str]] = []
     real = worker._learner.optim_steps
 
-    def optim_steps(steps: Sequence[tuple[str, AdamParams]]) -> list[OptimStepOutput | Exception]:
+    def optim_steps(steps: Sequence[tuple[str, AdamParams]], **options: Any) -> list[OptimStepOutput | Exception]:
         calls.append([model_id for model_id, _ in steps])
-        return real(steps)
+        return real(steps, **options)
 
     monkeypatch.setattr(worker._learner, "optim_steps", optim_steps)
     return calls
