@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from descant.model.passes import Prefix, RowRef, Segment, stream_rows
+from descant.model.passes import Prefix, RowRef, Segment, stream_rows, to_device
 from descant.train.check import dense_inputs
 from descant.train.loss import SEQUENCE_LOSSES, LossInputs
 from descant.types import Datum, Int32, input_tokens
@@ -134,8 +134,8 @@ def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> 
             if name in arrays:
                 stream_P[start:end] = arrays[name]
 
-    def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    def on_device(array: np.ndarray) -> torch.Tensor:
+        return to_device(torch.from_numpy(array), device)
 
     tokens_T = np.concatenate([own[context:] for own, context in zip(tokens, shared, strict=True)]).astype(np.int64)
     positions_T = np.arange(len(tokens_T)) + np.repeat(np.subtract(shared, bounds_T[:-1]), seq_lens)
@@ -143,7 +143,7 @@ def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> 
     losses_P = np.repeat(taken, lengths)[order]
     sequence_P = None
     if any(item.loss_fn in SEQUENCE_LOSSES for item in ordered):
-        sequence_P = to_device(np.repeat(np.arange(len(ordered)), lengths)[order])
+        sequence_P = on_device(np.repeat(np.arange(len(ordered)), lengths)[order])
     return Packed(
         items=tuple(ordered),
         seq_lens=seq_lens,
@@ -152,15 +152,15 @@ def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> 
         segments=_segments(ordered, bounds_T),
         losses=losses,
         losses_P=losses_P,
-        device_losses_P=to_device(losses_P) if len(losses) > 1 else None,
-        tokens_T=to_device(tokens_T),
-        positions_T=to_device(positions_T),
+        device_losses_P=on_device(losses_P) if len(losses) > 1 else None,
+        tokens_T=on_device(tokens_T),
+        positions_T=on_device(positions_T),
         place_tokens_P=place_tokens_P,
-        targets_PK=to_device(targets_PK[order]),
-        weights_PK=to_device(weights_PK[order]),
-        logprobs_P=to_device(given["logprobs"][order]),
-        advantages_P=to_device(given["advantages"][order]),
-        sequence_ratio_mask_P=to_device(given["sequence_ratio_mask"][order]),
+        targets_PK=on_device(targets_PK[order]),
+        weights_PK=on_device(weights_PK[order]),
+        logprobs_P=on_device(given["logprobs"][order]),
+        advantages_P=on_device(given["advantages"][order]),
+        sequence_ratio_mask_P=on_device(given["sequence_ratio_mask"][order]),
         sequence_P=sequence_P,
     )
 
