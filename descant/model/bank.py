@@ -35,7 +35,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ from descant.seeds import derive_seed
 from descant.types import MAX_RANK, LoraConfig, Version
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 RANK_CLASSES = (8, 16, 32, 64, 128, 256)
 
@@ -643,9 +645,12 @@ class AdapterBank:
         """A zeroed gradient slot that belongs to no adapter."""
         slab = self._slab(rank_class)
         self._make_training_room(slab.gradient.growth_bytes, slab=slab)
-        self._mover.settle()
-        slab.reserve_gradient(self._training_left() - slab.gradient.growth_bytes())
-        return slab.gradient.take(zero=True)
+
+        def take() -> int:
+            slab.reserve_gradient(self._training_left() - slab.gradient.growth_bytes())
+            return slab.gradient.take(zero=True)
+
+        return self._or_park(take, slab, "a gradient row")
 
     def free_scratch(self, rank_class: int, slot: int) -> None:
         self._slab(rank_class).gradient.give(slot)
@@ -860,18 +865,26 @@ class AdapterBank:
         in_memory, adapter.parked = adapter.parked, None  # what it displaces may take its place on the host
         try:
             self._make_training_room(slab.placing_bytes, slab=slab, newcomer=adapter)
-            while True:
-                self._mover.settle()
-                try:
-                    return self._put(adapter, parked)
-                except (MemoryError, torch.OutOfMemoryError):  # others took what the limit promised us
-                    victim = self._victim(lambda other: other is not adapter)
-                    if victim is None:
-                        raise ServerError(f"no memory for the rows of {_name(adapter)}") from None
-                    self._park(victim)
+            return self._or_park(lambda: self._put(adapter, parked), slab, f"the rows of {_name(adapter)}", adapter)
         except Exception:
             adapter.parked = in_memory
             raise
+
+    def _or_park(self, take: Callable[[], T], slab: _Slab, what: str, newcomer: Adapter | None = None) -> T:
+        """``take``s rows of ``slab``. Where there is no memory, since others took what the limits promised us, adapters
+        that nobody holds leave theirs until there is. Raises ``ServerError``."""
+        while True:
+            self._mover.settle()
+            try:
+                return take()
+            except (MemoryError, torch.OutOfMemoryError):
+                victim = self._victim(lambda adapter: adapter is not newcomer)
+                if victim is None:
+                    raise ServerError(f"no memory for {what}") from None
+                self._park(victim)
+                for other in self._slabs.values():
+                    if other is not slab:
+                        self._trim(other)
 
     def _bring_beside(self, adapter: Adapter, keep: Collection[str]) -> bool:
         """Into rows that are free or that a colder adapter of its class gives up, beside the computation. False: no
@@ -1083,8 +1096,8 @@ class AdapterBank:
         """A new version with a row of its own, whose numbers are anybody's."""
         slab = self._slab(rank_class_of(lora.rank))
         self._make_room(slab.work.row_bytes)
-        self._mover.settle()
-        published = _Published(version=version, lora=lora, rank_class=slab.layout.rank_class, slot=slab.take_work(lora))
+        slot = self._or_park(lambda: slab.take_work(lora), slab, "published weights")
+        published = _Published(version=version, lora=lora, rank_class=slab.layout.rank_class, slot=slot)
         self._published[version] = published
         self._touch(published)
         return published
@@ -1180,8 +1193,7 @@ class AdapterBank:
         slab = self._slab(published.rank_class)
         row = published.host if published.host is not None else self._read(published, slab.layout.row)
         self._make_room(slab.work.row_bytes)
-        self._mover.settle()
-        slot = slab.take_work(published.lora)
+        slot = self._or_park(lambda: slab.take_work(published.lora), slab, "published weights")
         self.work_slab(published.rank_class)[slot].copy_(row)
         published.slot, published.host = slot, None
 

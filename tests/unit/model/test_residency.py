@@ -770,6 +770,65 @@ def test_no_memory_to_shrink_in_is_no_error(monkeypatch: pytest.MonkeyPatch) -> 
     assert bank.stats()["adapters_resident"] == 6
 
 
+@pytest.mark.parametrize("what", ["a gradient row", "published weights", "weights that come back", "another's rows"])
+@pytest.mark.parametrize("held", [False, True])
+def test_who_finds_no_memory_has_that_of_adapters_that_can_leave(
+    monkeypatch: pytest.MonkeyPatch, what: str, held: bool
+) -> None:
+    """Within the limits, which others have used up meanwhile. Where nobody can leave it is an error that says so, and
+    nothing is lost."""
+    bank = bank_of(False, 0)
+    monkeypatch.setattr(bank_module, "_takes_memory_when_written", lambda device: False)
+    bank.max_adapter_bytes = 100 * in_use()
+    version = Version(model_id="m0", number=1)
+    names, generator = create(bank, 5), torch.Generator().manual_seed(0)
+    expected = {name: write(bank, name, generator, pending=True) for name in names}
+    if what == "weights that come back":
+        bank.publish("m0", version)
+        bank._evict(bank._published[version])
+    if what == "another's rows":
+        bank._park(bank[names[4]])
+    holds = [bank.hold(name) for name in names[:4]] if held else [bank.hold("m0")]
+    if what != "another's rows":
+        holds += [bank.hold(names[4])] if held else []
+    for slab in bank._slabs.values():  # as if no row were free and no memory left
+        slab.trim([], states=0)
+        while slab.work._free:
+            slab.work.take(zero=False)
+        while slab.gradient._free:
+            slab.gradient.take(zero=False)
+
+    def full(rows: bank_module._Rows, slots: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    def ask() -> None:
+        match what:
+            case "a gradient row":
+                bank.take_scratch(bank["m0"].rank_class)
+            case "published weights":
+                bank.publish("m0", version)
+            case "weights that come back":
+                bank.pin(version)
+            case _:
+                bank.bring(bank[names[4]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bank_module._Rows, "_zeros", full)
+        if held:
+            with pytest.raises(ServerError, match="no memory for"):
+                ask()
+        else:
+            ask()
+            assert bank.stats()["adapters_resident"] == 4
+    for adapter in holds:
+        bank.let_go(adapter.model_id)
+    for name in names:
+        assert equal(state(bank, name), expected[name])
+    if what in ("published weights", "weights that come back") and not held:
+        row = bank.pin(version)
+        assert torch.equal(bank.work_slab(row.rank_class)[row.slot], bank.work_slab(row.rank_class)[bank["m0"].work])
+
+
 def unused(bank: AdapterBank, cuda: bool) -> list[tuple[int, int]]:
     """Of every rank class that has any, the gradient rows and the states that could be given back."""
     found = []
