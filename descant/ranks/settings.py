@@ -21,6 +21,9 @@ class RankSettings:
     """Ranks that execute every turn of a replica together, each on a GPU of its own: they share the datums of a pass,
     and the sequences being sampled. More than 1 for a tenant whose batches are large, or a base that must be sharded;
     for many tenants more replicas are faster."""
+    compile: bool | None = None
+    """Whether layers go through ``torch.compile``. None: on a CUDA device in half precision, mixtures of experts and
+    sharded bases aside. False starts half a minute sooner, and is slower from then on."""
     shard_base: bool | None = None
     """Whether the base's layers are spread over the ranks of a replica and gathered one by one as they are computed;
     None: where the base alone takes more than 4/5 of a GPU."""

@@ -85,6 +85,7 @@ def build(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
             spill_dir=None if spill_dir is None else own_directory(spill_dir, source.name),
             max_version_bytes=settings.max_version_bytes,
             max_host_bytes=settings.max_host_bytes,
+            compile=settings.compile,
             shard=peers.shard if shard else None,
         )
     phase("making the caches, capturing decode steps" if model.device.type == "cuda" else "making the caches")
@@ -132,7 +133,11 @@ class Worker:
         max_running = peers.least("running sequences", max_running)
         self.capabilities = EngineCapabilities(max_running=max_running)
         self._sampler = Sampler(
-            model, num_pages=self._num_pages, max_rows=max_running, deterministic=settings.deterministic
+            model,
+            num_pages=self._num_pages,
+            max_rows=max_running,
+            compile_decode=settings.compile is not False,
+            deterministic=settings.deterministic,
         )
         self._sampler.warm_up()
         self.microbatch_tokens = peers.least("tokens of a pass", microbatch_tokens(model, settings))

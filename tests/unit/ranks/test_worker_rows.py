@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import descant.ranks.worker as worker_module
 from descant.errors import DescantError, NotFound, UserError
 from descant.model.load import ModelSource, load_model
-from descant.ranks.settings import RankSettings
+from descant.ranks.peers import Peers
+from descant.ranks.settings import RankSettings, RankSpec
 from descant.ranks.turns import Rows
 from descant.ranks.worker import Worker
 from descant.testing.tiny import tiny_model
@@ -125,3 +127,26 @@ def test_whose_rows_are_out_are_brought_once_a_turn(worker: Worker) -> None:
     results = run(worker, *commands)
     assert list(results) == [(m, seq_id) for m in "abc" for seq_id in (1, 2)]
     assert bank.stats()["loads"] - before == 2
+
+
+@pytest.mark.parametrize("compile", [None, False, True])
+def test_whether_layers_are_compiled_is_its_settings_to_say(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, compile: bool | None
+) -> None:
+    """The compiler itself has tests of its own, and takes its time."""
+    told: list[tuple[str, bool | None]] = []
+    load, sampler = worker_module.load_model, worker_module.Sampler
+
+    def load_model(*args: Any, **options: Any) -> Any:
+        told.append(("model", options.pop("compile")))
+        return load(*args, **options)
+
+    def make_sampler(*args: Any, **options: Any) -> Any:
+        told.append(("sampler", options["compile_decode"]))
+        return sampler(*args, **options)
+
+    monkeypatch.setattr(worker_module, "load_model", load_model)
+    monkeypatch.setattr(worker_module, "Sampler", make_sampler)
+    settings = RankSettings(device="cpu", kv_bytes=1 << 20, max_running=2, compile=compile)
+    worker_module.build(RankSpec(model=str(tiny_llama), settings=settings), lambda phase: None, Peers())
+    assert told == [("model", compile), ("sampler", compile is not False)]
