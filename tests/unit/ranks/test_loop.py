@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,12 +15,12 @@ import pytest
 import descant.ckpt.files as files
 from descant.errors import RankDied, ServerError, UserError
 from descant.ranks.channel import Board
-from descant.ranks.loop import TurnLoop
+from descant.ranks.loop import QUIET_S, TurnLoop
 from descant.ranks.messages import Failed, Finished, FromRank, Publish, Sample, Sampled, SampleEnded, Stop, Submit
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
-from descant.ranks.turns import Rows, SampleStep
+from descant.ranks.turns import Microbatch, Rows, SampleStep
 from descant.ranks.worker import Worker
 from descant.testing.engine import frozen, near, request, sampled
 from descant.testing.ranks import SETTINGS, build_tiny
@@ -29,6 +30,7 @@ from descant.types import (
     AdamParams,
     Command,
     CreateModel,
+    ForwardBackward,
     ForwardBackwardOutput,
     LoraConfig,
     OptimStep,
@@ -109,6 +111,48 @@ async def test_requests_of_many_models_share_passes_within_the_budget(rank: tupl
     opened = [command for turn in passes for command in turn.opens]
     assert len(opened) == 8
     assert sorted(key for turn in passes for key in turn.closes) == sorted((c.model_id, c.seq_id) for c in opened)
+
+
+class Trickling(queue.SimpleQueue[Any]):
+    """An inbox whose messages come one at a time, each to who waits for it, ``apart_s`` after the one before."""
+
+    def __init__(self, apart_s: float) -> None:
+        self.coming: list[Any] = []
+        self.now, self._apart_s = 10.0, apart_s
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not block or not self.coming:
+            return super().get(block, timeout if block else None)
+        if timeout is not None and timeout < self._apart_s:
+            raise queue.Empty
+        self.now += self._apart_s
+        return self.coming.pop(0)
+
+
+@pytest.mark.parametrize(("apart_s", "passes"), [(QUIET_S / 2, [2]), (QUIET_S * 2, [1, 1])], ids=["soon", "later"])
+def test_a_rank_at_rest_lets_a_burst_come_in(tiny: Path, apart_s: float, passes: list[int]) -> None:
+    """And tells how long each request waited."""
+    worker = Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), lambda phase: None, Peers()))
+    inbox, waited = Trickling(apart_s), dict[int, float]()
+
+    def emit(message: FromRank) -> None:
+        match message:
+            case Finished(call=call, result=ForwardBackwardOutput() as output):
+                waited[call] = output.metrics["wait_ms:max"]
+                if len(waited) == 2:
+                    loop.post(Stop())
+            case Failed(error=failure):
+                raise failure
+
+    loop = TurnLoop(worker, emit=emit, board=Board(), steps_per_microbatch=1.0, seconds=lambda: inbox.now)
+    loop._inbox = inbox
+    for model_id in "ab":
+        loop.post(Submit(call=0, command=CreateModel(model_id=model_id, lora=LoraConfig(rank=4, seed=0))))
+        backward = ForwardBackward(model_id=model_id, seq_id=1, data=(datum([1, 2, 3]),), loss_fn="cross_entropy")
+        inbox.coming.append(Submit(call=ord(model_id), command=backward))
+    loop.run()
+    assert [len(turn.opens) for turn in worker.turns if isinstance(turn, Microbatch)] == passes
+    assert waited == {ord("a"): pytest.approx(1000 * apart_s if passes == [2] else 0.0), ord("b"): 0.0}
 
 
 async def test_a_light_tenant_does_not_wait_for_a_heavy_one(rank: tuple[Replica, Seen]) -> None:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import descant.ranks.worker as worker_module
+from descant.app import base_spec
+from descant.config import load_settings
 from descant.errors import DescantError, NotFound, UserError
 from descant.model.load import ModelSource, load_model
 from descant.ranks.peers import Peers
+from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSettings, RankSpec
 from descant.ranks.turns import Rows
 from descant.ranks.worker import Worker
 from descant.testing.tiny import tiny_model
+from descant.testing.trainer import Model, datum, error, result
 from descant.types import (
     AdamParams,
     Command,
     CreateModel,
     DeleteModel,
+    ForwardBackwardOutput,
     LoraConfig,
     OptimStep,
     OptimStepOutput,
@@ -150,3 +155,22 @@ def test_whether_layers_are_compiled_is_its_settings_to_say(
     settings = RankSettings(device="cpu", kv_bytes=1 << 20, max_running=2, compile=compile)
     worker_module.build(RankSpec(model=str(tiny_llama), settings=settings), lambda phase: None, Peers())
     assert told == [("model", compile), ("sampler", compile is not False)]
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+async def test_a_loss_without_a_definition_is_what_the_settings_say(tiny_llama: Path, mapped: bool) -> None:
+    """From the settings to the pass, as a server goes."""
+    overrides = ["rank.device=cpu", "rank.dtype=float32", "rank.kv_bytes=1048576", "rank.max_running=2"]
+    settings = load_settings(overrides=[*overrides, *["losses.stable_reinforce=cispo"] * mapped])
+    spec = base_spec(str(tiny_llama), settings)
+    replica = await Replica.in_process(lambda phase: worker_module.build(spec, phase, Peers()), settings.rank)
+    model, ones = Model(replica), [1.0, 0.5, -1.0]
+    await result(model.create())
+    data = (datum([1, 2, 3], logprobs=[-2.0, -1.0, -3.0], advantages=ones),)
+    want = cast(ForwardBackwardOutput, await result(model.backward(data, "cispo")))
+    if mapped:
+        got = cast(ForwardBackwardOutput, await result(model.backward(data, "stable_reinforce")))
+        assert got.metrics["loss:sum"] == want.metrics["loss:sum"] != 0.0
+    else:
+        await error(model.backward(data, "stable_reinforce"), UserError)
+    await replica.close()
