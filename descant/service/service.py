@@ -99,6 +99,8 @@ class Service:
         )
         self._sweeper: asyncio.Task[None] | None = None
         self._last_prune = clock.monotonic()
+        self._told: dict[str, tuple[float, Mapping[str, float]]] = {}
+        """By base: its engine's numbers, and when it told them."""
 
     # ------------------------------------------------------------------------------------------------ life
     async def start(self) -> None:
@@ -134,7 +136,7 @@ class Service:
         return [self._backends[base].facts for base in self._backends]
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """By base: what is open and in flight, and what its engine counts."""
+        """By base: what is open and in flight, and what its engine counts: the last that it told, if it is busy now."""
         numbers: dict[str, dict[str, float]] = {}
         for base in self._backends:
             engine = self._backends[base].engine
@@ -145,9 +147,16 @@ class Service:
             }
             if isinstance(engine, Measured):
                 try:
-                    numbers[base] |= await asyncio.wait_for(engine.stats(), STATS_TIMEOUT_S)
-                except (TimeoutError, DescantError) as error:
-                    log.info("%s does not tell its numbers: %s", base, error or "it is busy")
+                    told = await asyncio.wait_for(engine.stats(), STATS_TIMEOUT_S)
+                    self._told[base] = self._clock.monotonic(), told
+                except TimeoutError:
+                    log.info("%s does not tell its numbers: it is busy", base)
+                except DescantError as error:
+                    log.info("%s does not tell its numbers: %s", base, error)
+                    self._told.pop(base, None)
+                if base in self._told:
+                    at, told = self._told[base]
+                    numbers[base] |= {**told, "told_ago_s": self._clock.monotonic() - at}
         return numbers
 
     # ------------------------------------------------------------------------------------------------ sessions

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from service_harness import BASE, Harness, submission
 
+import descant.service.service as service_module
 from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
 from descant.service.samplers import SampleFold
 from descant.testing.clock import settle
@@ -146,9 +147,18 @@ async def test_numbers_of_what_is_open_and_of_an_engine_that_counts(
 
     monkeypatch.setattr(FakeEngine, "stats", stats, raising=False)
     assert await harness.service.stats() == {
-        BASE: {**mine, "sample_running": 1},
-        "fake/other": {**nothing, "sample_running": 1},
+        BASE: {**mine, "sample_running": 1, "told_ago_s": 0},
+        "fake/other": {**nothing, "sample_running": 1, "told_ago_s": 0},
     }
+
+    async def busy(self: object) -> dict[str, float]:
+        await asyncio.Event().wait()
+        return {}
+
+    monkeypatch.setattr(FakeEngine, "stats", busy, raising=False)
+    monkeypatch.setattr(service_module, "STATS_TIMEOUT_S", 0.01)
+    await harness.advance(3.0)
+    assert (await harness.service.stats())[BASE] == {**mine, "sample_running": 1, "told_ago_s": 3.0}
 
     async def dead(self: object) -> dict[str, float]:
         raise RankDied("it is gone")
