@@ -33,7 +33,7 @@ class Job:
     who waits for it, if it is given up without.
 
     ``claimed``: somebody has come for its answer, and it is that client's from then on. ``claimed_at_once``: its client
-    said that it comes as soon as it has the request's id.
+    said that it comes as soon as it has the request's id. ``unclaimed_since``: when it was sent last.
     ``submitted``: the backend has it; until then it waits for its turn in the order of its model.
     ``on_end`` is called once, however it ends.
     """
@@ -48,6 +48,7 @@ class Job:
     claimed: bool = False
     claimed_at_once: bool = False
     accepted_at: float = 0.0
+    unclaimed_since: float = 0.0
     on_end: Callable[[], None] | None = None
     submitted: bool = False
     ended: bool = False
@@ -85,7 +86,7 @@ class Jobs:
         return self._clock.monotonic() - max(min(submitted), self._last_end.get(base, 0.0))
 
     def add(self, job: Job) -> Job:
-        job.accepted_at = self._clock.monotonic()
+        job.accepted_at = job.unclaimed_since = self._clock.monotonic()
         self._jobs[job.request_id] = job
         return job
 

@@ -5,9 +5,9 @@ from a billion up). While anything it asked for is pending, the SDK keeps a long
 
 * as **polls that its side closed**, when the last of them is closed and none is opened within ``grace_s``. That is what
   a killed process looks like, wherever it ran: its system closes its connections;
-* as **a submission that its side closed** before it had the id, or, of clients that say that they come at once, one for
-  whose answer nobody came: the SDK was cancelled on the way, and is there for all the rest. That ends this request
-  alone (``Promises``);
+* as **a submission for whose answer nobody comes**, where its side closed the connection before it had the id, or had
+  said that it comes at once: the SDK was cancelled on the way, and is there for all the rest. That ends this request
+  alone, after some seconds (``Promises``);
 * as **silence**, when its machine or the network went without a word: no poll open and neither poll, request nor
   heartbeat for long. The service's sweep looks at that, session by session.
 

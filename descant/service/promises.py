@@ -96,6 +96,8 @@ class Promises:
                     not_begun()
             if new:
                 begin(request_id)
+            elif (job := self._jobs.get(request_id)) is not None:
+                job.unclaimed_since = self._clock.monotonic()
             return request_id
 
         return await asyncio.shield(self._jobs.spawn(promise()))
@@ -128,12 +130,17 @@ class Promises:
         self.presence.broken_off(client_of(state.key))
 
     async def submission_broken_off(self, principal: str, request_id: str) -> None:
-        """The client's side closed the connection on which it had sent this request, before the answer. It has no id to
-        wait for, unless it sent the request twice: a sampling request for which nobody ever came is given up."""
+        """The client's side closed the connection on which it had sent this request, before the answer: it has no id to
+        wait for. It may send the request again, as the SDK does a second later where the line was cut, and come then;
+        if it does not, a sampling request ends unclaimed. From a client that claims at once, and would be waiting if it
+        had anything to wait for, it is as much a sign that it has vanished as a wait that was broken off."""
         await self._future(principal, request_id)
         job = self._jobs.get(request_id)
-        if job is not None and job.client is not None and not job.claimed:
-            self._give_up([job], "its client closed the connection on which it was sent")
+        if job is None or job.client is None:
+            return
+        if job.claimed_at_once:
+            self.presence.broken_off(job.client)
+        job.claimed_at_once = True
 
     async def cancel_future(self, principal: str, request_id: str) -> None:
         """Ends a sampling request, whose future fails; others run on, for what they do counts. Raises ``NotFound``."""
@@ -150,7 +157,7 @@ class Promises:
     def give_up_unclaimed(self, timeout_s: float) -> None:
         """Ends the sampling requests whose clients come for them at once, and did not in this time."""
         latest = self._clock.monotonic() - timeout_s
-        jobs = self._jobs.where(lambda job: job.claimed_at_once and not job.claimed and job.accepted_at < latest)
+        jobs = self._jobs.where(lambda job: job.claimed_at_once and not job.claimed and job.unclaimed_since < latest)
         self._give_up(jobs, f"nobody came for the answer within {timeout_s:g} s")
 
     def _give_up(self, jobs: Sequence[Job], why: str) -> None:

@@ -98,7 +98,7 @@ class Service:
             settings=settings,
         )
         self._sweeper: asyncio.Task[None] | None = None
-        self._last_prune = clock.monotonic()
+        self._last_prune = self._last_sweep = clock.monotonic()
         self._told: dict[str, tuple[float, Mapping[str, float]]] = {}
         """By base: its engine's numbers, and when it told them."""
 
@@ -273,7 +273,10 @@ class Service:
         """Ends whatever is over its time. Called by itself all the time; one part's failure stops no other."""
         now = self._clock.monotonic()
         self.training.expire()
-        self.promises.give_up_unclaimed(self._settings.unclaimed_timeout_s)
+        # After a pause of the process, who has come for them may not have been heard yet.
+        if now - self._last_sweep <= 2 * self._settings.sweep_interval_s:
+            self.promises.give_up_unclaimed(self._settings.unclaimed_timeout_s)
+        self._last_sweep = now
         for session in self._sessions:
             session_id = session.record.session_id
             if self.promises.presence.polls(session_id):

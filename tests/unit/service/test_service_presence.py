@@ -190,6 +190,12 @@ async def test_a_submission_that_was_broken_off_ends_unless_it_was_claimed(
         await promises.submission_broken_off("bob", unclaimed.request_id)
     for submitted in (claimed, polled, unclaimed, unclaimed):
         await promises.submission_broken_off("alice", submitted.request_id)
+    assert sampling.running() == 4, "the client may send it again, and come"
+    await harness.advance(harness.settings.unclaimed_timeout_s * 0.9)
+    assert (await harness.sample(sampling.sampler, 2)).request_id == unclaimed.request_id
+    await harness.advance(harness.settings.unclaimed_timeout_s * 0.9)
+    assert sampling.running() == 4, "it was sent again"
+    await harness.advance(harness.settings.unclaimed_timeout_s * 0.2)
     await harness.until(lambda: sampling.running() == 3)
     await sampling.gone(unclaimed)
     assert (await harness.sample(sampling.sampler, 2)).request_id == unclaimed.request_id
@@ -202,6 +208,23 @@ async def test_a_submission_that_was_broken_off_ends_unless_it_was_claimed(
     assert sampling.running() == 0
     await promises.submission_broken_off("alice", other.request_id)
     await harness.result(other)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_who_claims_at_once_and_breaks_off_a_submission_has_vanished_unless_it_waits(
+    harness: Harness, sampling: Sampling, waits: bool
+) -> None:
+    first, second = await sampling.submit(0, 1, claimed_at_once=True)
+    await sampling.there(first)
+    if waits:
+        await sampling.poll(first)
+    await harness.service.promises.submission_broken_off("alice", second.request_id)
+    await harness.advance(harness.settings.vanish_grace_s * 1.1)
+    await settle()
+    await harness.until(lambda: sampling.running() == (2 if waits else 0))
+    if not waits:
+        await sampling.gone(first)
+        await sampling.gone(second)
 
 
 async def test_training_goes_on_though_its_submission_was_broken_off(harness: Harness, sampling: Sampling) -> None:
