@@ -602,6 +602,10 @@ class AdapterBank:
         scratch = 0 if adapter.gradient_free else gradient
         return slab.adapter_bytes + scratch, gradient
 
+    def room_for(self, rank: int) -> int:
+        """How many adapters of this rank ``max_adapter_bytes`` holds at once, with one request open of each."""
+        return int(self.max_adapter_bytes // self._slab(rank_class_of(rank)).adapter_bytes)
+
     def prefetch(self, model_ids: Sequence[str], *, keep: Collection[str]) -> None:
         """``model_ids`` will be asked for, in this order, once the turn about ``keep`` has run (which of them may go on
         then). Moves what it can beside that turn, within the limits, displacing neither those nor ``keep``: on CUDA

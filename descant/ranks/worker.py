@@ -141,6 +141,14 @@ class Worker:
         )
         self._sampler.warm_up()
         self.microbatch_tokens = peers.least("tokens of a pass", microbatch_tokens(model, settings))
+        log.info(
+            "room for %d adapters of rank 32 in training at once, %d tokens of keys and values, %d sequences; "
+            "passes of %d tokens",
+            model.bank.room_for(32),
+            self._num_pages * PAGE_TOKENS,
+            max_running,
+            self.microbatch_tokens,
+        )
         self._snapshots = Snapshots(model.bank, base=model.facts.name)
         self._published: set[Version] = set()
         self._held: set[RequestKey] = set()

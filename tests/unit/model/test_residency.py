@@ -597,6 +597,7 @@ def trims(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_limit_of_so_many_holds_so_many(cuda: bool, rank: int, count: int) -> None:
     rank_class = max(8, rank)
     bank = bank_of(cuda, count * in_use(rank_class))
+    assert bank.room_for(rank) == count
     names = create(bank, count + 3, rank=rank)
     for name in [*names, *names[:count]]:
         bank.weights(name)
