@@ -44,9 +44,11 @@ finite numbers only: what is not finite is put to 0 by ``where`` and reported by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutput:
-    """``logprobs_PK`` float32 [P, K]; ``dhidden_TD`` in the base's dtype, None without a ``loss``."""
+    """``logprobs_PK`` float32 [P, K]; ``entropy_P`` float32 [P], in nats, of the whole distribution of each place's
+    token, NaN where a logit is not finite; ``dhidden_TD`` in the base's dtype, None without a ``loss``."""
 
     logprobs_PK: torch.Tensor
+    entropy_P: torch.Tensor
     dhidden_TD: torch.Tensor | None
 
 
@@ -100,11 +102,13 @@ class Head:
         chunk_tokens: int | None = None,
         tokens_P: torch.Tensor | None = None,
     ) -> HeadOutput:
-        """Log-probabilities of ``targets_PK`` int64. With ``loss``, also dHidden, and dA, dB of the unembedding go into
-        the gradient rows. ``hidden_TD`` is detached inside: the caller runs ``hidden.backward(dhidden)``.
+        """Log-probabilities of ``targets_PK`` int64, and entropies. With ``loss``, also dHidden, and dA, dB of the
+        unembedding go into the gradient rows. ``hidden_TD`` is detached inside: the caller runs
+        ``hidden.backward(dhidden)``.
         ``tokens_P`` int64 on the host, never falling: the token of each place; None: places are the tokens.
-        Chunks whose dloss/dlogprobs is None or all zero skip the backward half; so does every token whose dloss is
-        zero, on CPU (on CUDA the host would wait for their number, so they are computed and come out as zero)."""
+        Chunks whose dloss/dlogprobs is None skip the backward half, on every device. On CPU, unless fused, so does
+        every token whose dloss is zero; elsewhere they are computed and come out as zero (on CUDA the host would wait
+        for their number)."""
         device = hidden_TD.device
         if chunk_tokens is None:
             chunk_tokens = CHUNK_TOKENS["cpu" if device.type == "cpu" else "cuda"]
@@ -113,6 +117,7 @@ class Head:
             tokens_P = torch.arange(len(hidden_TD))
         hidden_TD = hidden_TD.detach()
         logprobs_PK = torch.empty(targets_PK.shape, dtype=torch.float32, device=device)
+        entropy_P = logprobs_PK.new_empty(len(targets_PK))
         dhidden_TD = None if loss is None else torch.zeros_like(hidden_TD)
         starts = list(range(0, len(hidden_TD), chunk_tokens))
         bounds = torch.searchsorted(tokens_P, torch.tensor([*starts, len(hidden_TD)])).tolist()
@@ -123,10 +128,13 @@ class Head:
                 rows_P, targets = tokens_P[places] - start, targets_PK[places]
                 if self.compiled and targets.shape[1] == 1 and chunk.stop - chunk.start >= MIN_ROWS:
                     shared_P = None if one_each else rows_P
-                    self._fused_chunk(chunk, places, shared_P, hidden_TD, targets, lora, loss, logprobs_PK, dhidden_TD)
+                    self._fused_chunk(
+                        chunk, places, shared_P, hidden_TD, targets, lora, loss, logprobs_PK, entropy_P, dhidden_TD
+                    )
                     continue
                 logits_CV, saved = self._logits(hidden_TD[chunk], lora, start)
-                normaliser_C1 = logits_CV.logsumexp(dim=1, keepdim=True)
+                normaliser_C, entropy_C = _normaliser_and_entropy(logits_CV)
+                normaliser_C1, entropy_P[places] = normaliser_C[:, None], entropy_C[rows_P]
                 chosen = logits_CV.view(-1)[_cells(rows_P, targets, self.vocab_size)]
                 logprobs_PK[places] = chosen - normaliser_C1[rows_P]
                 if loss is None or dhidden_TD is None:
@@ -147,7 +155,7 @@ class Head:
                     start,
                     dhidden_TD[chunk],
                 )
-        return HeadOutput(logprobs_PK=logprobs_PK, dhidden_TD=dhidden_TD)
+        return HeadOutput(logprobs_PK=logprobs_PK, entropy_P=entropy_P, dhidden_TD=dhidden_TD)
 
     def _fused_chunk(
         self,
@@ -159,6 +167,7 @@ class Head:
         lora: LoraPass | None,
         loss: ChunkLoss | None,
         logprobs_P1: torch.Tensor,
+        entropy_P: torch.Tensor,
         dhidden_TD: torch.Tensor | None,
     ) -> None:
         """What ``logprobs`` does with a chunk, with logits and dLogits in the base's dtype. ``rows_P`` None: one place
@@ -168,7 +177,8 @@ class Head:
         extra = None if rows_P is None else _Places.of(rows_P, targets_P, logits_CV, self.logit_scale, self.softcap)
         targets_C = targets_P if extra is None else extra.first_targets_C
         _of_any_length(logits_CV, targets_C)
-        logprobs_C, normaliser_C = _target_logprobs(logits_CV, targets_C, self.logit_scale, self.softcap)
+        logprobs_C, normaliser_C, entropy_C = _target_logprobs(logits_CV, targets_C, self.logit_scale, self.softcap)
+        entropy_P[places] = entropy_C if extra is None else entropy_C[extra.rows_P]
         logprobs_P1[places, 0] = logprobs_C if extra is None else extra.logits_P - normaliser_C[extra.rows_P]
         dlogprobs_P1 = None if loss is None else loss(places, logprobs_P1[places])
         if dlogprobs_P1 is None or dhidden_TD is None:
@@ -280,6 +290,18 @@ def _cells(rows_P: torch.Tensor, targets_PK: torch.Tensor, vocab_size: int) -> t
     return targets_PK + rows_P[:, None] * vocab_size
 
 
+def _normaliser_and_entropy(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [C] both. ``logsumexp`` in its own steps and to its bits, since their exponentials give the entropy as
+    well: for one more product and sum, without another exponential or buffer."""
+    largest_C1 = logits_CV.amax(1, keepdim=True)
+    largest_C1 = largest_C1.masked_fill(largest_C1.abs() == torch.inf, 0.0)
+    exp_CV = (logits_CV - largest_C1).exp_()
+    sum_C = exp_CV.sum(1)
+    normaliser_C = sum_C.log() + largest_C1[:, 0]
+    mean_logit_C = exp_CV.mul_(logits_CV).sum(1) / sum_C
+    return normaliser_C, (normaliser_C - mean_logit_C).clamp(min=0.0)  # rounding may leave a sure one below
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
     """Several places a row beside kernels that know one target a row: they are given each row's first, and what the
@@ -342,11 +364,13 @@ def _scaled_logits(logits_CV: torch.Tensor, scale: float, softcap: float | None)
 @torch.compile(dynamic=False)
 def _target_logprobs(
     logits_CV: torch.Tensor, targets_C: torch.Tensor, scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [C] log-probabilities and normalisers."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float32 [C] log-probabilities, normalisers and entropies."""
     logits_CV = _scaled_logits(logits_CV, scale, softcap)
     normaliser_C = logits_CV.logsumexp(1)
-    return logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C, normaliser_C
+    logprobs_CV = logits_CV - normaliser_C[:, None]
+    entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(1)
+    return logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C, normaliser_C, entropy_C.clamp(min=0.0)
 
 
 @torch.compile(dynamic=False)

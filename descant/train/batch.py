@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from descant.model.passes import Prefix, RowRef, Segment, stream_rows, to_device
 from descant.train.check import dense_inputs
-from descant.train.loss import SEQUENCE_LOSSES, LossInputs
+from descant.train.loss import SEQUENCE_LOSSES, LossInputs, wanted
 from descant.types import Datum, Int32, input_tokens
 
 MIN_SHARED_TOKENS = 16
@@ -68,6 +68,8 @@ class Packed:
     sequence_P             int64 [P]     each place's item; None without a loss over whole sequences
     losses_P               int64 [P]     on the host: which of ``losses`` each place takes
     device_losses_P        int64 [P]     the same; None where there is only one
+    wanted_P               bool [P]      on the host: where the loss can have a derivative (``train.loss.wanted``),
+                                         whether it is taken or not
     """
 
     items: tuple[Item, ...]
@@ -78,6 +80,7 @@ class Packed:
     losses: tuple[PlaceLoss, ...]
     losses_P: NDArray[np.int64]
     device_losses_P: torch.Tensor | None
+    wanted_P: NDArray[np.bool_]
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     place_tokens_P: torch.Tensor | None
@@ -153,6 +156,7 @@ def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> 
         losses=losses,
         losses_P=losses_P,
         device_losses_P=on_device(losses_P) if len(losses) > 1 else None,
+        wanted_P=np.concatenate([wanted(item.loss_fn, arrays) for item, arrays in zip(ordered, dense)])[order],
         tokens_T=on_device(tokens_T),
         positions_T=on_device(positions_T),
         place_tokens_P=place_tokens_P,

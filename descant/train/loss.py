@@ -17,7 +17,8 @@ the paper has it for advantages that differ by token; with one advantage for all
 A token whose weight or advantage is 0 adds exactly 0 (not 0·inf) to all but dro, whose penalty stays. Values may come
 out infinite or NaN: whoever calls decides what that means.
 
-Legend: C tokens, K targets a position, P all tokens of a microbatch's S datums. All float32 (float64 in tests).
+Legend: C tokens, K targets a position, P all tokens of a microbatch's S datums, L those of one. All float32 (float64 in
+tests).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 SEQUENCE_LOSSES = frozenset({"gspo"})
 """Those that need all log-probabilities of a datum before the first derivative."""
@@ -83,6 +86,23 @@ def token_loss(
     dlogprobs_CK = torch.zeros_like(target_logprobs_CK)
     dlogprobs_CK[:, 0] = dlogprobs_C
     return TokenLoss(loss_C=loss_C, dlogprobs_CK=dlogprobs_CK)
+
+
+def wanted(loss_fn: str, arrays: Mapping[str, np.ndarray]) -> NDArray[np.bool_]:
+    """bool [L]: at which of a datum's tokens the loss can have a derivative that is not 0, whatever the learner's
+    log-probabilities are. ``arrays`` as ``train.check.dense_inputs`` makes them."""
+    match loss_fn:
+        case "cross_entropy":
+            weights = arrays["weights"]
+            return (weights != 0).reshape(len(weights), -1).any(1)
+        case "importance_sampling" | "ppo" | "cispo":
+            return arrays["advantages"] != 0
+        case "dro":  # the penalty pulls without an advantage, too
+            return np.ones(len(arrays["advantages"]), np.bool_)
+        case "gspo":  # the others' tokens are in the ratio, which has no derivative of its own
+            return (arrays["advantages"] != 0) & (arrays["sequence_ratio_mask"] != 0)
+        case _:
+            raise ValueError(f"loss_fn {loss_fn!r} was not checked")
 
 
 def cross_entropy(target_logprobs_CK: torch.Tensor, weights_CK: torch.Tensor) -> TokenLoss:

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -69,9 +69,11 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """What one rank has of a request: losses and log-probabilities of the datums that ran there, or why they failed."""
+    """What one rank has of a request: losses and log-probabilities of the datums that ran there, or why they failed.
+    ``entropies``: of each of them, the sum over the places where its loss can have a derivative, and their number."""
 
     losses: Mapping[int, float]
+    entropies: Mapping[int, tuple[float, int]]
     logprobs: Mapping[int, np.ndarray]
     passes: Passes
     error: DescantError | None
@@ -92,6 +94,7 @@ class _Request:
     launched: set[int] = field(default_factory=set)
     """The datums that have been in a pass, which the device may still be busy with."""
     losses: dict[int, float] = field(default_factory=dict)
+    entropies: dict[int, tuple[float, int]] = field(default_factory=dict)
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     largest: float | None = None
     """The largest magnitude in its gradient row, as its last pass found; None: nobody looked."""
@@ -103,8 +106,8 @@ class _Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flight:
-    """A pass that the device may still be busy with. ``results``: on the host, float32: losses [P], log-probabilities
-    [P, K], and the largest magnitudes in the gradients of ``complete``, once ``done``."""
+    """A pass that the device may still be busy with. ``results``: on the host, float32: losses [P], entropies [P],
+    log-probabilities [P, K], and the largest magnitudes in the gradients of ``complete``, once ``done``."""
 
     packed: Packed
     opened: Mapping[RequestKey, _Request]
@@ -215,7 +218,11 @@ class Learner:
                 except UserError as error:
                     opened.error = error
             contributions[request] = Contribution(
-                losses=opened.losses, logprobs=opened.logprobs, passes=opened.passes, error=opened.error
+                losses=opened.losses,
+                entropies=opened.entropies,
+                logprobs=opened.logprobs,
+                passes=opened.passes,
+                error=opened.error,
             )
         return contributions
 
@@ -238,15 +245,18 @@ class Learner:
 
         ``contributions``: every rank's, where several share the request; the first error among them is everybody's.
 
-        Metrics besides ``loss:sum``: ``tokens:sum`` as given, ``tokens_computed:sum`` (what datums of a pass begin with
-        in common is computed once), ``microbatches:sum``, ``compute_ms:sum`` of those passes, which others may have
-        shared, and ``adapters_in_pass:max``. ``tokens_per_s:mean`` and ``fraction_of_limit:mean`` (``model.limit``) are
-        of these passes as a whole; ``memory_bytes:max`` is what a rank has taken of its device at most."""
+        Metrics besides ``loss:sum``: ``entropy:mean`` in nats over the places where the loss can have a derivative
+        (``train.loss.wanted``), not there without any; ``tokens:sum`` as given, ``tokens_computed:sum`` (what datums of
+        a pass begin with in common is computed once), ``microbatches:sum``, ``compute_ms:sum`` of those passes, which
+        others may have shared, and ``adapters_in_pass:max``. ``tokens_per_s:mean`` and ``fraction_of_limit:mean``
+        (``model.limit``) are of these passes as a whole; ``memory_bytes:max`` is what a rank has taken of its device at
+        most."""
         if contributions is None:
             contributions = [self.contributions([request])[request]]
         opened = self._open.pop(request)
         data = opened.command.data
         losses = {index: loss for part in contributions for index, loss in part.losses.items()}
+        entropies = {index: entropy for part in contributions for index, entropy in part.entropies.items()}
         logprobs = {index: values for part in contributions for index, values in part.logprobs.items()}
         passes = [part.passes for part in contributions]
         try:
@@ -266,6 +276,7 @@ class Learner:
             loss_fn_outputs=tuple({"logprobs": logprobs[index]} for index in range(len(data))),
             metrics={
                 "loss:sum": math.fsum(losses.values()),
+                **_mean_entropy(entropies.values()),
                 "tokens:sum": float(sum(input_length(datum.model_input) for datum in data)),
                 "tokens_computed:sum": float(sum(part.tokens for part in passes)),
                 "microbatches:sum": float(sum(part.count for part in passes)),
@@ -560,7 +571,8 @@ class Learner:
         if flight.done is not None:
             flight.done.synchronize()
         packed, results, num_places = flight.packed, flight.results.numpy(), len(flight.packed.targets_PK)
-        loss_P, chosen, rest = np.split(results, np.cumsum([num_places, packed.targets_PK.numel()]))
+        sizes = [num_places, num_places, packed.targets_PK.numel()]
+        loss_P, entropy_P, chosen, rest = np.split(results, np.cumsum(sizes))
         magnitudes = dict(zip(flight.complete, rest.tolist(), strict=True))
         now = self._seconds()
         seconds, self._landed_at = now - max(flight.began, self._landed_at), now
@@ -573,8 +585,11 @@ class Learner:
         for request, numbers in by_request.items():
             opened = flight.opened[request]
             for number in numbers:
-                item, loss_L = packed.items[number], loss_P[packed.places[number]]
+                item, places = packed.items[number], packed.places[number]
+                loss_L, wanted_L = loss_P[places], packed.wanted_P[places]
                 opened.losses[item.index] = loss = float(loss_L.sum(dtype=np.float64))
+                entropy = float(entropy_P[places][wanted_L].sum(dtype=np.float64))
+                opened.entropies[item.index] = entropy, int(wanted_L.sum())
                 opened.logprobs[item.index] = outputs[number]
                 if opened.error is None and not math.isfinite(loss):
                     opened.error = _not_finite(item, loss_L, outputs[number])
@@ -625,7 +640,7 @@ class Learner:
             complete = self._complete_with(packed.items)
             rows = self._gradient_rows(list(complete.values()))
             magnitudes = [largest(rows)] if rows else []
-            results, done = torch.cat([loss_P, head.logprobs_PK.flatten(), *magnitudes]), None
+            results, done = torch.cat([loss_P, head.entropy_P, head.logprobs_PK.flatten(), *magnitudes]), None
             if results.is_cuda:
                 results = torch.empty(results.shape, pin_memory=True).copy_(results, non_blocking=True)
                 done = torch.cuda.current_stream().record_event()
@@ -685,16 +700,18 @@ def _sequence_ratio(packed: Packed, logprobs_PK: torch.Tensor) -> torch.Tensor |
 def _chunk_loss(
     packed: Packed, loss_P: torch.Tensor, sequence_ratio_P: torch.Tensor | None
 ) -> Callable[[slice, torch.Tensor], torch.Tensor | None]:
-    """The head's ``ChunkLoss`` for this microbatch; writes each place's loss into ``loss_P``. Waits for nothing."""
+    """The head's ``ChunkLoss`` for this microbatch; writes each place's loss into ``loss_P``. A chunk none of whose
+    places can have a derivative, as the host knows, pushes nothing back. Waits for nothing."""
 
     @torch.no_grad()
     def chunk_loss(places: slice, logprobs_CK: torch.Tensor) -> torch.Tensor | None:
         inputs = packed.loss_inputs(places, sequence_ratio_P)
         here = np.unique(packed.losses_P[places]).tolist()
+        pulled = np.unique(packed.losses_P[places][packed.wanted_P[places]]).tolist()
         dlogprobs_CK: torch.Tensor | None = None
         for number in here:
-            wanted = packed.losses[number]
-            loss = token_loss(wanted.loss_fn, wanted.config, logprobs_CK, inputs)
+            taken = packed.losses[number]
+            loss = token_loss(taken.loss_fn, taken.config, logprobs_CK, inputs)
             finite_C = _all_finite(loss.loss_C, loss.dlogprobs_CK) & (logprobs_CK == logprobs_CK).all(1)
             loss_C = torch.where(finite_C, loss.loss_C, torch.nan)
             if packed.device_losses_P is None or len(here) == 1:
@@ -703,12 +720,17 @@ def _chunk_loss(
                 own_C = packed.device_losses_P[places] == number
                 loss_C, trained_C = torch.where(own_C, loss_C, loss_P[places]), finite_C & own_C
             loss_P[places] = loss_C
-            if wanted.backward:
+            if taken.backward and number in pulled:
                 others = 0.0 if dlogprobs_CK is None else dlogprobs_CK
                 dlogprobs_CK = torch.where(trained_C[:, None], loss.dlogprobs_CK, others)
         return dlogprobs_CK
 
     return chunk_loss
+
+
+def _mean_entropy(entropies: Collection[tuple[float, int]]) -> dict[str, float]:
+    num_places = sum(count for _, count in entropies)
+    return {"entropy:mean": math.fsum(total for total, _ in entropies) / num_places} if num_places else {}
 
 
 def _all_finite(loss_C: torch.Tensor, dlogprobs_CK: torch.Tensor) -> torch.Tensor:

@@ -15,12 +15,14 @@ import numpy as np
 import peft
 import pytest
 import torch
+from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM
 
 from descant.model.load import ModelSource, load_model, resolve_model
 from descant.testing.studio import Studio, datum, rl_datum, some_commands
 from descant.testing.tiny import tiny_model
 from descant.train.check import dense_inputs, loss_fn_config
+from descant.train.loss import wanted
 from descant.types import (
     AdamParams,
     Datum,
@@ -54,6 +56,7 @@ class PeftLoop:
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[name])
+        self.entropies: list[torch.Tensor] = []
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=PARAMS.learning_rate,
@@ -65,7 +68,7 @@ class PeftLoop:
         )
 
     def forward_backward(self, command: ForwardBackward) -> float:
-        total = 0.0
+        total, self.entropies = 0.0, []
         for item in command.data:
             loss = self._loss(command, item)
             loss.backward()
@@ -81,6 +84,7 @@ class PeftLoop:
         tokens = torch.from_numpy(input_tokens(item.model_input).astype(np.int64))
         logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
         arrays = {name: torch.from_numpy(array) for name, array in dense_inputs(item, command.loss_fn).items()}
+        self.entropies.append(Categorical(logits=logits.detach().double()).entropy()[trains(command, item)])
         targets = arrays["target_tokens"]
         logprobs = logits.log_softmax(-1).gather(1, targets.reshape(len(tokens), -1)).reshape(targets.shape)
         if command.loss_fn == "cross_entropy":
@@ -107,6 +111,10 @@ class PeftLoop:
         raise ValueError(command.loss_fn)
 
 
+def trains(command: ForwardBackward, item: Datum) -> torch.Tensor:
+    return torch.from_numpy(wanted(command.loss_fn, dense_inputs(item, command.loss_fn)))
+
+
 def assert_parity(studio: Studio, directory: Path, model_id: str, turns: Sequence[Sequence[ForwardBackward]]) -> None:
     """``turns[i]``: the commands of one shared pass, ``model_id``'s among them; each ends with a step of everybody."""
     lora, bank = studio.bank[model_id].lora, studio.bank
@@ -122,6 +130,8 @@ def assert_parity(studio: Studio, directory: Path, model_id: str, turns: Sequenc
         loss = reference.forward_backward(commands[own])
         if number == 0:
             assert outputs[own].metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+            entropy = float(torch.cat(reference.entropies).mean())
+            assert outputs[own].metrics["entropy:mean"] == pytest.approx(entropy, rel=1e-4)
             for name, gradient in bank.export(bank.gradient(model_id), lora).items():
                 expected = reference.parameters[name].grad
                 assert expected is not None

@@ -60,6 +60,11 @@ def reference(head: Head, bank: AdapterBank, hidden: torch.Tensor) -> tuple[torc
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap), leaves
 
 
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    probs = logits.detach().exp() / logits.detach().exp().sum(1, keepdim=True)
+    return -(probs * probs.log()).sum(1)
+
+
 def assert_close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-5) -> None:
     difference = (got.double() - want.double()).abs().max().item()
     assert difference <= tolerance * max(want.abs().max().item(), 1e-6), difference
@@ -99,6 +104,8 @@ def test_logprobs_and_gradients_equal_autograd(options: dict[str, float], chunk_
     want = torch.log_softmax(logits, dim=1).gather(1, targets)
     want.backward(dlogprobs.double())
     assert_close(out.logprobs_PK, want.detach())
+    assert_close(out.entropy_P, entropy(logits))
+    assert torch.equal(head.logprobs(hidden, targets, make_pass(bank), None, chunk_tokens).entropy_P, out.entropy_P)
     assert out.dhidden_TD is not None
     assert hidden64.grad is not None
     assert_close(out.dhidden_TD, hidden64.grad)
@@ -145,6 +152,7 @@ def test_a_token_with_several_places(
     want.backward(dlogprobs.double())
     assert seen == list(range(len(tokens)))
     assert_close(out.logprobs_PK, want.detach())
+    assert_close(out.entropy_P, entropy(logits)[tokens])
     assert out.dhidden_TD is not None
     assert hidden64.grad is not None
     assert_close(out.dhidden_TD, hidden64.grad)
@@ -227,6 +235,39 @@ def test_nan_of_one_token_with_zero_dloss_comes_back_as_zero() -> None:
     assert torch.equal(out.dhidden_TD[others], clean[others])
     assert torch.equal(bank.gradient("m0"), gradients[0])
     assert bank.gradient("m2").isfinite().all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_entropy_of_a_token_whose_logits_are_not_finite_is_nan(compiled: bool, softcap: float | None) -> None:
+    """And no other's changes. A soft cap leaves an infinite logit finite."""
+    head, hidden = make_head(bias=True, softcap=softcap), torch.randn(TOKENS, D)
+    head.compiled = compiled
+    targets = torch.randint(0, V, (TOKENS, 1))
+    clean = head.logprobs(hidden, targets, None).entropy_P
+    for bad in (torch.nan, torch.inf):
+        spoilt = hidden.clone()
+        spoilt[30, 0] = bad
+        got = head.logprobs(spoilt, targets, None).entropy_P
+        assert got[30].isnan() == (softcap is None or bad != bad)
+        others = torch.arange(TOKENS) != 30
+        assert torch.equal(got[others], clean[others])
+    assert head.bias_V is not None
+    head.bias_V[7] = -torch.inf  # 0·inf
+    never = head.logprobs(hidden, targets, None).entropy_P
+    assert never.isnan().all() if softcap is None else never.isfinite().all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sure_token_has_no_entropy_and_an_even_one_all(compiled: bool) -> None:
+    weight = torch.zeros(V, D)
+    weight[3] = 40.0
+    head = Head(weight, site_index=None)
+    head.compiled = compiled
+    hidden = torch.cat([torch.zeros(8, D), torch.rand(8, D) + 0.5])
+    got = head.logprobs(hidden, torch.zeros(16, 1, dtype=torch.int64), None).entropy_P
+    assert_close(got[:8], torch.full((8,), float(V)).log())
+    assert got[8:].tolist() == [0.0] * 8
 
 
 def test_chunks_without_a_loss_push_nothing_back() -> None:

@@ -67,6 +67,7 @@ def test_sorted_by_adapter_then_request() -> None:
     assert packed.losses_P.tolist() == [0, 0, 0, 0, 1, 2, 2]
     assert packed.device_losses_P is not None
     assert packed.device_losses_P.tolist() == packed.losses_P.tolist()
+    assert packed.wanted_P.tolist() == [True] * 5 + [False, True]
     assert packed.tokens_T.tolist() == [6, 7, 8, 9, 4, 1, 2]
     assert packed.positions_T.tolist() == [0, 1, 2, 0, 0, 0, 1]
     assert packed.targets_PK.tolist() == [[1, 2], [3, 4], [5, 6], [1, 0], [5, 0], [2, 0], [3, 0]]

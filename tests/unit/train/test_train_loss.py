@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from descant.train.check import LOSS_FN_CONFIG
-from descant.train.loss import LossInputs, sequence_ratio, token_loss
+from descant.train.loss import LossInputs, sequence_ratio, token_loss, wanted
 
 CLIP = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
 
@@ -102,6 +106,63 @@ def test_clipping_bounds_what_importance_sampling_does_not() -> None:
     assert loses.loss_C.item() == torch.inf  # pessimistic, as documented
     cispo = token_loss("cispo", LOSS_FN_CONFIG["cispo"], p, gain)
     assert cispo.dlogprobs_CK.item() == pytest.approx(-1.2)
+
+
+SMALL = st.floats(-30, 0, width=32)
+ANY = st.floats(width=32, allow_nan=False, allow_infinity=False)
+RARE = st.one_of(st.just(0.0), ANY)
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_FN_CONFIG)
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_where_a_loss_wants_nothing_its_derivative_is_0(loss_fn: str, data: st.DataObject) -> None:
+    """Whatever the learner's log-probabilities are, those of a token that cannot be among them."""
+    num_targets = data.draw(st.integers(1, 3)) if loss_fn == "cross_entropy" else 1
+    length = data.draw(st.integers(1, 6))
+
+    def draw(elements: st.SearchStrategy[float], width: int = 1) -> np.ndarray:
+        size = length * width
+        values = data.draw(st.lists(elements, min_size=size, max_size=size))
+        return np.array(values, np.float32).reshape((length, width)[: 1 + (width > 1)])
+
+    p = torch.from_numpy(draw(st.one_of(SMALL, ANY, st.just(-math.inf)), num_targets).reshape(length, -1))
+    arrays = {"weights": draw(RARE, num_targets), "logprobs": draw(st.one_of(SMALL, ANY)), "advantages": draw(RARE)}
+    arrays["sequence_ratio_mask"] = draw(st.sampled_from([0.0, 1.0]))
+    q, advantages, mask = (torch.from_numpy(arrays[name]) for name in ("logprobs", "advantages", "sequence_ratio_mask"))
+    given_inputs = LossInputs(
+        weights_CK=torch.from_numpy(arrays["weights"]).reshape(length, -1),
+        logprobs_C=q,
+        advantages_C=advantages,
+        sequence_ratio_mask_C=mask,
+        sequence_ratio_C=sequence_ratio(p[:, 0], q, mask, torch.zeros(length, dtype=torch.int64), 1),
+    )
+    config = {name: data.draw(st.floats(0, 2)) for name in LOSS_FN_CONFIG[loss_fn]}
+    if "clip_low_threshold" in config:
+        config["clip_high_threshold"] += config["clip_low_threshold"]
+    got = token_loss(loss_fn, config, p, given_inputs)
+    assert (got.dlogprobs_CK[~torch.from_numpy(wanted(loss_fn, arrays))] == 0).all()
+
+
+@pytest.mark.parametrize("loss_fn", LOSS_FN_CONFIG)
+def test_where_a_loss_wants_something_it_has_a_derivative(loss_fn: str) -> None:
+    """At a ratio of 1, which nothing clips."""
+    arrays = {
+        "weights": np.array([0, 1, -2, 0], np.float32),
+        "logprobs": np.full(4, -1, np.float32),
+        "advantages": np.array([0, 1, -2, 0], np.float32),
+        "sequence_ratio_mask": np.array([1, 1, 0, 0], np.float32),
+    }
+    given_inputs = LossInputs(
+        weights_CK=torch.from_numpy(arrays["weights"])[:, None],
+        logprobs_C=torch.from_numpy(arrays["logprobs"]),
+        advantages_C=torch.from_numpy(arrays["advantages"]),
+        sequence_ratio_mask_C=torch.from_numpy(arrays["sequence_ratio_mask"]),
+        sequence_ratio_C=torch.ones(4),
+    )
+    p = torch.full((4, 1), -2.0 if loss_fn == "dro" else -1.0)
+    got = token_loss(loss_fn, LOSS_FN_CONFIG[loss_fn], p, given_inputs)
+    assert (got.dlogprobs_CK[:, 0] != 0).tolist() == wanted(loss_fn, arrays).tolist()
 
 
 @pytest.mark.parametrize("config", [LOSS_FN_CONFIG["gspo"], CLIP])

@@ -218,7 +218,8 @@ def families(draw: st.DrawFn) -> list[Item]:
         stem = [0] * draw(st.sampled_from([3, 20, 40])) + [1] * draw(st.sampled_from([0, 20]))
         tokens = np.array(stem + draw(st.lists(st.integers(0, 1), max_size=4)), np.int32)
         targets = index * 1000 + np.arange(len(tokens))
-        datum = Datum(model_input=(EncodedText(tokens=tokens),), loss_fn_inputs={"target_tokens": targets})
+        inputs = {"target_tokens": targets, "weights": targets % 3}
+        datum = Datum(model_input=(EncodedText(tokens=tokens),), loss_fn_inputs=inputs)
         request = (f"m{row.slot}", 0 if gradient is None else gradient)
         drawn.append(
             Item(
@@ -252,6 +253,7 @@ def test_every_datum_reads_its_own_tokens(drawn: list[Item]) -> None:
         assert np.array_equal(packed.tokens_T[mine], tokens)
         assert packed.positions_T[mine].tolist() == list(range(len(tokens)))
         assert np.array_equal(packed.targets_PK[places, 0], item.datum.loss_fn_inputs["target_tokens"])
+        assert np.array_equal(packed.wanted_P[places], item.datum.loss_fn_inputs["weights"] != 0)
         [segment] = [s for s in packed.segments if s.start <= mine[0] < s.end]
         assert (segment.row, segment.gradient) == group(item)
         assert segment.start <= mine.min() <= mine.max() < segment.end
