@@ -367,10 +367,8 @@ def _target_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """float32 [C] log-probabilities, normalisers and entropies."""
     logits_CV = _scaled_logits(logits_CV, scale, softcap)
-    normaliser_C = logits_CV.logsumexp(1)
-    logprobs_CV = logits_CV - normaliser_C[:, None]
-    entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(1)
-    return logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C, normaliser_C, entropy_C.clamp(min=0.0)
+    normaliser_C, entropy_C = _normaliser_and_entropy(logits_CV)
+    return logits_CV.gather(1, targets_C[:, None])[:, 0] - normaliser_C, normaliser_C, entropy_C
 
 
 @torch.compile(dynamic=False)
