@@ -113,6 +113,7 @@ def test_reinforcement_losses(training: tinker.TrainingClient, loss_fn: Any):
     backward, update = step(training, data, loss_fn=loss_fn)
     assert [output["logprobs"].shape for output in backward.loss_fn_outputs] == [[5], [70]]
     assert np.isfinite(backward.metrics["loss:sum"])
+    assert 0 < backward.metrics["entropy:mean"] < np.log(VOCAB_SIZE)
     assert update.metrics is not None
     assert update.metrics["grad_norm:mean"] > 0
 
