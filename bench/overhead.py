@@ -177,7 +177,7 @@ async def serve(kind: str, directory: Path, options: argparse.Namespace) -> None
             model=str(tiny_model("llama", directory / "tiny")),
             settings=rank,
             build="overhead:build",
-            env={"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])},
+            env={"PYTHONPATH": str(Path(__file__).parent)},
         )
         replica = await Replica.start(spec)
         backend = Backend(facts=replica.facts, trainer=replica, engine=replica)

@@ -43,7 +43,9 @@ def rank_command(channel_fd: int, board_fd: int) -> list[str]:
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """The caller's environment and ``extra``, as a rank's process needs them."""
     env = {**os.environ, **extra}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), env.get("PYTHONPATH")]))
+    # What the caller finds its packages by, ranks need as well.
+    paths = (str(Path(__file__).parents[2]), extra.get("PYTHONPATH"), os.environ.get("PYTHONPATH"))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     env["PYTHONUNBUFFERED"] = "1"
     if "OMP_WAIT_POLICY" not in env:
         # Torch's OpenMP threads spin for milliseconds at each barrier, and on a machine shared with clients they

@@ -17,6 +17,7 @@ import pytest
 
 from descant.errors import NotFound, RankDied, ServerError, UserError
 from descant.ports import Progress
+from descant.ranks.rank_main import rank_environment
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.testing.engine import request, sampled
@@ -36,6 +37,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec(tiny: Path, build: str = "build_tiny") -> RankSpec:
     return RankSpec(model=str(tiny), settings=SETTINGS, build=f"descant.testing.ranks:{build}")
+
+
+def test_a_rank_finds_what_its_caller_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Itself first, then what it is told, then what the caller's environment says."""
+    monkeypatch.setenv("PYTHONPATH", "/callers")
+    own, told, callers = rank_environment({"PYTHONPATH": "/told"})["PYTHONPATH"].split(os.pathsep)
+    assert (told, callers) == ("/told", "/callers")
+    assert (Path(own) / "descant").is_dir()
+    monkeypatch.delenv("PYTHONPATH")
+    assert rank_environment({})["PYTHONPATH"] == own
 
 
 def faulty(build: str, **settings: float) -> RankSpec:
