@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 START_S = 180
 """Longest wait for a server to be ready."""
@@ -22,6 +26,16 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     printed: list[str]
+
+
+def sent(url: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> socket.socket:
+    """A connection on which this POST was sent whole, and nothing has been read."""
+    address, text = urlsplit(url), json.dumps(body)
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(text)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    connection = socket.create_connection((address.hostname, address.port))
+    connection.sendall("\r\n".join([*lines, "", text]).encode())
+    return connection
 
 
 @contextmanager

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +18,7 @@ import pytest
 import tinker
 from tinker import types
 
-from descant.testing.server import END_S, Server, serve
+from descant.testing.server import END_S, Server, sent, serve
 from descant.testing.tiny import tiny_model
 
 KEY = "tml-alice"
@@ -65,6 +63,10 @@ def numbers(server: Server) -> dict[str, float]:
     text = httpx.get(f"{server.url}/metrics", headers={"x-api-key": KEY}, timeout=END_S, trust_env=False).text
     pairs = [line.rsplit(" ", 1) for line in text.splitlines()]
     return {name.partition("{")[0].removeprefix("descant_"): float(value) for name, value in pairs}
+
+
+def nothing_runs(server: Server) -> bool:
+    return numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0
 
 
 def post(server: Server, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
@@ -128,7 +130,7 @@ def test_a_client_that_is_killed_holds_nothing(server: Server, model: str) -> No
     finally:
         client.send_signal(signal.SIGKILL)
         client.wait(END_S)
-    seconds = until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "given up")
+    seconds = until(lambda: nothing_runs(server), "given up")
     print(f"\nrooms were free {1000 * seconds:.0f} ms after the client had been killed")
     after = numbers(server)
     assert after["sample_waiting"] == after["sample_used_pages"] == after["versions_pinned"] == 0
@@ -138,28 +140,22 @@ def test_a_client_that_is_killed_holds_nothing(server: Server, model: str) -> No
 def test_a_sampling_future_that_is_cancelled_ends(server: Server, model: str) -> None:
     """While the SDK waits for it. A cancel that comes as an answer arrives can be lost in the transport of the SDK;
     then it waits on for a result that nobody wants, and no server can know."""
-    wire = Wire(server)
-    try:
-        with tinker.ServiceClient(base_url=wire.url, api_key=KEY) as service:
-            client = service.create_sampling_client(base_model=model).result(END_S)
-            params = types.SamplingParams(max_tokens=450, seed=1, stop=[])
+    params = types.SamplingParams(max_tokens=450, seed=1, stop=[])
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    with wired(server, model) as (wire, client):
 
-            prompt = types.ModelInput.from_ints([5, 6, 7])
+        async def cancelled() -> None:
+            async def ask() -> None:
+                await client.sample(prompt, num_samples=64, sampling_params=params)
 
-            async def cancelled() -> None:
-                async def ask() -> None:
-                    await client.sample(prompt, num_samples=64, sampling_params=params)
+            tasks = [asyncio.create_task(ask()) for _ in range(4)]
+            await asyncio.to_thread(until, lambda: wire.polls == 4, "waiting")
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
-                tasks = [asyncio.create_task(ask()) for _ in range(4)]
-                await asyncio.to_thread(until, lambda: wire.polls == 4, "waiting")
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-
-            asyncio.run(asyncio.wait_for(cancelled(), END_S))
-            until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "cancelled")
-    finally:
-        wire.close()
+        asyncio.run(asyncio.wait_for(cancelled(), END_S))
+        until(lambda: nothing_runs(server), "cancelled")
 
 
 class Wire:
@@ -237,37 +233,40 @@ class Wire:
         self._thread.join(END_S)
 
 
+@contextlib.contextmanager
+def wired(server: Server, model: str) -> Iterator[tuple[Wire, tinker.SamplingClient]]:
+    """A client of the base model behind a line of its own."""
+    wire = Wire(server)
+    try:
+        with tinker.ServiceClient(base_url=wire.url, api_key=KEY) as service:
+            yield wire, service.create_sampling_client(base_model=model).result(END_S)
+    finally:
+        wire.close()
+
+
 def test_a_submission_whose_client_has_closed_the_connection_ends(server: Server, model: str) -> None:
     """It never hears the request's id, so it can neither wait for it nor cancel it."""
     body = asked(sampling_session(server, model), num_samples=64)
-    text, address = json.dumps(body), httpx.URL(server.url)
-    with socket.create_connection((address.host, address.port)) as connection:
-        head = f"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\n"
-        connection.sendall(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
+    sent(server.url, "/api/v1/asample", body, {"x-api-key": KEY}).close()
     again = post(server, "asample", body).json()  # the same request, whichever comes first
-    seconds = until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "given up")
+    seconds = until(lambda: nothing_runs(server), "given up")
     print(f"\na submission ended {1000 * seconds:.0f} ms after its connection")
     assert post(server, "retrieve_future", {"request_id": again["request_id"]}).status_code == 410
 
 
 def test_a_submission_that_is_cancelled_before_its_answer_arrives_ends(server: Server, model: str) -> None:
     """The server has answered, the SDK does not know it and forgets the request."""
-    wire = Wire(server)
-    try:
-        with tinker.ServiceClient(base_url=wire.url, api_key=KEY) as service:
-            client = service.create_sampling_client(base_model=model).result(END_S)
-            params = types.SamplingParams(max_tokens=450, seed=1, stop=[])
-            wire.hold()
-            try:
-                futures = [client.sample(types.ModelInput.from_ints([5, 6, 7]), 64, params) for _ in range(4)]
-                until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 4, "running")
-                assert all(future.future().cancel() for future in futures)
-                seconds = until(lambda: numbers(server)["samples_in_flight"] == 0, "given up")
-            finally:
-                wire.release()
-            print(f"\nsubmissions ended {seconds:.1f} s after the SDK had forgotten them")
-    finally:
-        wire.close()
+    params = types.SamplingParams(max_tokens=450, seed=1, stop=[])
+    with wired(server, model) as (wire, client):
+        wire.hold()
+        try:
+            futures = [client.sample(types.ModelInput.from_ints([5, 6, 7]), 64, params) for _ in range(4)]
+            until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 4, "running")
+            assert all(future.future().cancel() for future in futures)
+            seconds = until(lambda: numbers(server)["samples_in_flight"] == 0, "given up")
+        finally:
+            wire.release()
+        print(f"\nsubmissions ended {seconds:.1f} s after the SDK had forgotten them")
     until(lambda: numbers(server)["sample_running"] == 0, "given up")
 
 
@@ -287,21 +286,16 @@ def test_what_the_sdk_asked_for_and_does_not_come_for_ends(server: Server, model
         assert post(server, "retrieve_future", {"request_id": left}).status_code == 410
         assert numbers(server)["samples_in_flight"] == 1
         assert post(server, "cancel_future", {"request_id": kept}).status_code == 200
-    until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 0, "cancelled")
+    until(lambda: nothing_runs(server), "cancelled")
 
 
 def test_a_client_whose_line_was_cut_sends_again_what_was_given_up(server: Server, model: str) -> None:
-    wire = Wire(server)
-    try:
-        with tinker.ServiceClient(base_url=wire.url, api_key=KEY) as service:
-            client = service.create_sampling_client(base_model=model).result(END_S)
-            params = types.SamplingParams(max_tokens=100, seed=1, stop=[])
-            future = client.sample(types.ModelInput.from_ints([5, 6, 7]), num_samples=40, sampling_params=params)
-            until(lambda: numbers(server)["sample_running"] == 4, "running")
-            wire.cut()
-            until(lambda: numbers(server)["samples_in_flight"] == 0, "given up")
-            wire.mend()
-            answer = future.result(END_S)
-    finally:
-        wire.close()
+    params = types.SamplingParams(max_tokens=100, seed=1, stop=[])
+    with wired(server, model) as (wire, client):
+        future = client.sample(types.ModelInput.from_ints([5, 6, 7]), num_samples=40, sampling_params=params)
+        until(lambda: numbers(server)["sample_running"] == 4, "running")
+        wire.cut()
+        until(lambda: numbers(server)["samples_in_flight"] == 0, "given up")
+        wire.mend()
+        answer = future.result(END_S)
     assert [len(sequence.tokens) for sequence in answer.sequences] == [100] * 40

@@ -17,8 +17,8 @@ from descant.types import AdamParams, CreateModel, LoraConfig, OptimStep, OptimS
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 PARAMS = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
-SECONDS = 2_000_000_000
-"""Cycles of a stream that is busy with something else."""
+CYCLES = 2_000_000_000
+"""That a stream is busy with something else: about a second."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def stepped(worker: Worker, model_id: str, before: Callable[[], None]) -> tuple[
     """Whether the step waited for what the stream was told last, and the norm that it found."""
     torch.cuda.synchronize()
     before()
-    torch.cuda._sleep(SECONDS)
+    torch.cuda._sleep(CYCLES)
     busy = torch.cuda.current_stream().record_event()
     step = OptimStep(model_id=model_id, seq_id=1, adam_params=PARAMS)
     snapshot = Snapshot(model_id=model_id, seq_id=2, kind="sampler", for_disk=False)

@@ -19,7 +19,7 @@ from descant.ranks.loop import QUIET_S, TurnLoop
 from descant.ranks.messages import Failed, Finished, FromRank, Publish, Sample, Sampled, SampleEnded, Stop, Submit
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSpec
+from descant.ranks.settings import RankSettings, RankSpec
 from descant.ranks.turns import Microbatch, Rows, SampleStep
 from descant.ranks.worker import Worker
 from descant.testing.engine import frozen, near, request, sampled
@@ -84,12 +84,16 @@ class Seen(Worker):
         super().publish(ref, loaded)
 
 
+def seen_worker(tiny: Path, settings: RankSettings = SETTINGS) -> Seen:
+    return Seen(build_tiny(RankSpec(model=str(tiny), settings=settings), lambda phase: None, Peers()))
+
+
 @pytest.fixture
 async def rank(tiny: Path) -> AsyncIterator[tuple[Replica, Seen]]:
     made: list[Seen] = []
 
     def build(phase: Any) -> Seen:
-        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), phase, Peers())))
+        made.append(seen_worker(tiny))
         return made[0]
 
     replica = await Replica.in_process(build, SETTINGS)
@@ -132,7 +136,7 @@ class Trickling(queue.SimpleQueue[Any]):
 @pytest.mark.parametrize(("apart_s", "passes"), [(QUIET_S / 2, [2]), (QUIET_S * 2, [1, 1])], ids=["soon", "later"])
 def test_a_rank_at_rest_lets_a_burst_come_in(tiny: Path, apart_s: float, passes: list[int]) -> None:
     """And tells how long each request waited."""
-    worker = Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), lambda phase: None, Peers()))
+    worker = seen_worker(tiny)
     inbox, waited = Trickling(apart_s), dict[int, float]()
 
     def emit(message: FromRank) -> None:
@@ -229,7 +233,7 @@ async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> N
     settings = replace(SETTINGS, microbatch_tokens=40)
 
     def build(phase: Any) -> Seen:
-        made.append(Seen(build_tiny(RankSpec(model=str(tiny), settings=settings), phase, Peers())))
+        made.append(seen_worker(tiny, settings))
         return made[0]
 
     replica = await Replica.in_process(build, settings)
@@ -385,7 +389,7 @@ def test_weights_that_are_followed_are_in_the_next_step(
 ) -> None:
     """Optimiser step and snapshot are one turn; whoever wants them published asks two steps later, and is answered.
     ``steps``: of the old weights after that turn, None: all."""
-    worker = Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), lambda phase: None, Peers()))
+    worker = seen_worker(tiny)
     refs, versions, answered = list[SnapshotRef](), list[tuple[int, Version | None]](), list[int]()
 
     def num_steps() -> int:
@@ -427,15 +431,14 @@ def test_weights_that_are_followed_are_in_the_next_step(
     crossed = 10 if steps is None else 2 + steps
     assert versions == [(step, old if step <= crossed else new) for step in range(1, 11)]
     assert answered == [8, 9]
-    pins = worker.stats()["versions_pinned"]
-    assert pins == 0
+    assert worker.stats()["versions_pinned"] == 0
 
 
 @pytest.mark.parametrize("what", ["publish", "acquire"])
 def test_weights_that_cannot_be_published_with_their_snapshot_are_published_when_asked_for(
     tiny: Path, what: str
 ) -> None:
-    worker = Seen(build_tiny(RankSpec(model=str(tiny), settings=SETTINGS), lambda phase: None, Peers()))
+    worker = seen_worker(tiny)
     versions, answered = list[Version | None](), list[int]()
 
     def emit(message: FromRank) -> None:

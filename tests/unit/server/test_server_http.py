@@ -20,6 +20,7 @@ from descant.server.app import bind, create_app
 from descant.server.auth import Keys
 from descant.server.longpoll import BrokenOff, LongPolls
 from descant.server.routes import Routes, ServerSettings
+from descant.testing.server import sent
 from descant.wire import tinker_pb2 as pb
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -288,11 +289,8 @@ def test_a_connection_that_its_client_closes_breaks_its_wait_off(running: Any, s
         session = client.post("/api/v1/create_session", json={}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
         submitted = client.post("/api/v1/create_model", json=body).json()
-        poll = json.dumps({"request_id": submitted["request_id"]})
-        address = httpx.URL(running.url)
-        with socket.create_connection((address.host, address.port)) as connection:
-            head = "POST /api/v1/retrieve_future HTTP/1.1\r\nhost: x\r\nx-api-key: tml-a\r\n"
-            connection.sendall(f"{head}content-length: {len(poll)}\r\n\r\n{poll}".encode())
+        poll = {"request_id": submitted["request_id"]}
+        with sent(running.url, "/api/v1/retrieve_future", poll, {"x-api-key": "tml-a"}) as connection:
             assert entered.wait(10)
             if answered:
                 assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -324,13 +322,10 @@ def test_a_sampling_request_whose_client_closed_the_connection_first_is_told_of(
         body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
         sampler = client.post("/api/v1/create_sampling_session", json=body).json()["sampling_session_id"]
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 100_000}]}
-        text = json.dumps({"sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "prompt": prompt,
-                           "sampling_params": {"max_tokens": 1}})  # fmt: skip
-        address = httpx.URL(running.url)
-        with socket.create_connection((address.host, address.port)) as connection:
-            head = "POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: tml-a\r\n"
-            head += "x-tinker-sampling-backpressure: 1\r\n" * answered
-            connection.sendall(f"{head}content-length: {len(text)}\r\n\r\n{text}".encode())
+        asked = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "prompt": prompt,
+                 "sampling_params": {"max_tokens": 1}}  # fmt: skip
+        headers = {"x-api-key": "tml-a"} | ({"x-tinker-sampling-backpressure": "1"} if answered else {})
+        with sent(running.url, "/api/v1/asample", asked, headers) as connection:
             assert entered.wait(10)
             if answered:
                 goes_on.set()
