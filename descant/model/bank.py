@@ -726,7 +726,7 @@ class AdapterBank:
         """The version's row, resident until as many ``unpin``; brings it back from host or disk. ``NotFound``."""
         published = self._published.get(version)
         if published is None or published.released:
-            raise NotFound(f"version {version.number} of model {version.model_id} is not published here")
+            raise NotFound(f"{_version_name(version)} is not published here")
         if published.slot is None:
             self._bring_back(published)
         published.pins += 1
@@ -738,7 +738,7 @@ class AdapterBank:
     def unpin(self, version: Version) -> None:
         published = self._published.get(version)
         if published is None or published.pins == 0:
-            raise ServerError(f"version {version.number} of model {version.model_id} is unpinned but was not pinned")
+            raise ServerError(f"{_version_name(version)} is unpinned but was not pinned")
         published.pins -= 1
         if published.pins == 0:
             if published.released:
@@ -1100,7 +1100,7 @@ class AdapterBank:
         """A new version with a row of its own, whose numbers are anybody's."""
         slab = self._slab(rank_class_of(lora.rank))
         self._make_room(slab.work.row_bytes)
-        slot = self._or_park(lambda: slab.take_work(lora), slab, "published weights")
+        slot = self._or_park(lambda: slab.take_work(lora), slab, _version_name(version))
         published = _Published(version=version, lora=lora, rank_class=slab.layout.rank_class, slot=slot)
         self._published[version] = published
         self._touch(published)
@@ -1197,14 +1197,14 @@ class AdapterBank:
         slab = self._slab(published.rank_class)
         row = published.host if published.host is not None else self._read(published, slab.layout.row)
         self._make_room(slab.work.row_bytes)
-        slot = self._or_park(lambda: slab.take_work(published.lora), slab, "published weights")
+        slot = self._or_park(lambda: slab.take_work(published.lora), slab, _version_name(published.version))
         self.work_slab(published.rank_class)[slot].copy_(row)
         published.slot, published.host = slot, None
 
     def _read(self, published: _Published, row: int) -> torch.Tensor:
         assert published.file is not None
         assert self._spill is not None
-        what = f"version {published.version.number} of model {published.version.model_id}"
+        what = _version_name(published.version)
         host = self._spill.read(published.file, what).get("row")
         if host is None or host.shape != (row,) or host.dtype != self.dtype:
             got = "no row" if host is None else f"{host.dtype} {tuple(host.shape)}"
@@ -1239,6 +1239,10 @@ def _written(adapter: Adapter, parked: Parked) -> dict[str, torch.Tensor]:
 
 def _digest(model_id: str) -> str:
     return hashlib.sha256(model_id.encode()).hexdigest()[:24]
+
+
+def _version_name(version: Version) -> str:
+    return f"version {version.number} of model {version.model_id}"
 
 
 def _name(adapter: Adapter) -> str:

@@ -107,8 +107,7 @@ class Head:
         ``hidden.backward(dhidden)``.
         ``tokens_P`` int64 on the host, never falling: the token of each place; None: places are the tokens.
         Chunks whose dloss/dlogprobs is None skip the backward half, on every device. On CPU, unless fused, so does
-        every token whose dloss is zero; elsewhere they are computed and come out as zero (on CUDA the host would wait
-        for their number)."""
+        every token whose dloss is zero; elsewhere they are computed and come out as zero."""
         device = hidden_TD.device
         if chunk_tokens is None:
             chunk_tokens = CHUNK_TOKENS["cpu" if device.type == "cpu" else "cuda"]

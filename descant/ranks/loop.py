@@ -548,7 +548,8 @@ class TurnLoop:
         try:
             self._make_newest(ref, None)
         except Exception as error:  # whoever asks for it yet learns why
-            log.warning("not published as it was taken: %s", as_descant(error))
+            version, failure = ref.version, as_descant(error)
+            log.warning("version %d of model %s waits to be asked for: %s", version.number, version.model_id, failure)
 
     def _broken(self, error: Exception, commands: Sequence[tuple[RequestKey, Command]]) -> list[Outcome]:
         failure = as_descant(error)

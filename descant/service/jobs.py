@@ -33,7 +33,8 @@ class Job:
     who waits for it, if it is given up without.
 
     ``claimed``: somebody has come for its answer, and it is that client's from then on. ``claimed_at_once``: its client
-    said that it comes as soon as it has the request's id. ``unclaimed_since``: when it was sent last.
+    said that it comes as soon as it has the request's id, or closed the connection before; if it does not come, nobody
+    will. ``unclaimed_since``: when it was sent last.
     ``submitted``: the backend has it; until then it waits for its turn in the order of its model.
     ``on_end`` is called once, however it ends.
     """

@@ -28,9 +28,10 @@ class ServiceSettings:
     vanish_timeout_s: float = 60.0
     """So has one that waits for nothing and sent nothing, not even a heartbeat (every 10 s), for this long."""
     unclaimed_timeout_s: float = 5.0
-    """A sampling request whose client said that it comes for the answer at once, as the SDK does, and for which nobody
-    has come for this long was cancelled on the way, and is given up. Not shorter: a client that is far and opens a
-    connection for its first wait, or whose event loop is busy, takes a second."""
+    """A sampling request for which nobody has come for this long, though its client said that it comes for the answer
+    at once, as the SDK does, or closed the connection before it had the id, was cancelled on the way, and is given up.
+    Not shorter: a client that is far and opens a connection for its first wait, or whose event loop is busy, takes a
+    second."""
     max_training_bytes: int = 2 << 30
     """Of the data of one base's training requests that were accepted and have not ended; one that goes beyond is told
     to come again, unless nothing of its model is being trained: so a model always has one, and nobody starves."""
