@@ -11,12 +11,18 @@ STAMP := $(VENV)/.installed
 TORCH_INDEX ?=
 ARGS ?=
 
-.PHONY: help venv test test-ray demo bench lint format types clean
+RAY := .venv-ray
+RECIPES := .venv-recipes
+SDKS := .venv-sdks
+SDK_VERSIONS := 0.24.1 0.25.0 0.30.4 0.36.0 0.38.0
+
+.PHONY: help venv test test-ray test-recipes test-sdks demo bench lint format types clean
 
 help:
-	@echo "make demo    two clients train at once on a real language model (about 4 minutes, no GPU)"
+	@echo "make demo    two clients train at once on a real language model (one to two minutes on two cores)"
 	@echo "make test    the test suite               ARGS='-k name' passes options on to pytest"
-	@echo "make venv    the environment alone        make lint | types | format | bench | test-ray | clean"
+	@echo "make venv    the environment alone        make lint | types | format | bench | clean"
+	@echo "make test-ray | test-recipes | test-sdks  what needs more than that: a Ray cluster, the cookbook, other SDKs"
 
 venv: $(STAMP)
 
@@ -36,10 +42,46 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP)
 	$(PYTHON) -m pytest $(ARGS)
 
-# With Ray, which none of the others needs: a cluster of two nodes on this machine, two to three minutes.
-test-ray: $(STAMP)
-	$(PYTHON) -m pip install -q -c constraints.txt -e '.[ray]'
-	$(PYTHON) -m pytest tests/cluster $(ARGS)
+# With Ray, which none of the others needs: a cluster of two nodes on this machine, two to three minutes. Its environment
+# holds Ray alone and finds everything else in .venv, which stays as it is.
+test-ray: $(RAY)/.installed
+	$(RAY)/bin/python -m pytest tests/cluster $(ARGS)
+
+$(RAY)/.installed: $(STAMP)
+	rm -rf $(RAY)
+	$(PYTHON) -m venv $(RAY)
+	$(PYTHON) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+	$(RAY)/bin/python -m pip install -q -c constraints.txt 'ray>=2.40'
+	@touch $@
+
+# The cookbook's recipes, unmodified, against a server: five minutes, and two for the installation.
+test-recipes: $(STAMP) $(RECIPES)/.installed
+	$(PYTHON) -m pytest tests/recipes $(ARGS)
+
+$(RECIPES)/.installed: constraints-recipes.txt | $(STAMP)
+	rm -rf $(RECIPES)
+	$(PYTHON) -m venv $(RECIPES)
+	$(RECIPES)/bin/python -m pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(RECIPES)/bin/python -m pip install -q --no-deps -r constraints-recipes.txt
+	@touch $@
+
+# Other versions of the SDK, and the newest there is: a directory each, beside one environment of what they import.
+test-sdks: $(STAMP) $(SDK_VERSIONS:%=$(SDKS)/tinker/%/.installed)
+	rm -rf $(SDKS)/tinker/newest
+	$(SDKS)/bin/python -m pip install -q --no-deps --target $(SDKS)/tinker/newest tinker
+	@touch $(SDKS)/tinker/newest/.installed
+	$(PYTHON) -m pytest tests/sdks $(ARGS)
+
+$(SDKS)/tinker/%/.installed: | $(SDKS)/.installed
+	$(SDKS)/bin/python -m pip install -q --no-deps --target $(SDKS)/tinker/$* tinker==$*
+	@touch $@
+
+$(SDKS)/.installed: constraints-sdks.txt | $(STAMP)
+	rm -rf $(SDKS)
+	$(PYTHON) -m venv $(SDKS)
+	$(SDKS)/bin/python -m pip install -q --no-deps -r constraints-sdks.txt
+	@touch $@
 
 demo: $(STAMP)
 	$(VENV)/bin/descant demo $(ARGS)
@@ -59,5 +101,5 @@ types: $(STAMP)
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RAY) $(RECIPES) $(SDKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

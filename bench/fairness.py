@@ -5,7 +5,7 @@
 Seven light tenants step one after the other's answer, ``forward_backward`` of one sequence and ``optim_step``, first
 among themselves and then beside one that always has a large request waiting. ``ratio`` is that of the 95th percentiles
 of their steps' times; bar: ≤ 3. A light step waits for the pass that runs, so that the ratio follows ``--budget``, the
-tokens of a pass (``rank.microbatch_tokens``).
+tokens of a pass (``train.microbatch_tokens``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,10 @@ from workload import device_name, load_shape
 
 from descant.model.base import BaseModel
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSettings
+from descant.ranks.settings import ReplicaSettings, SampleSettings, TrainSettings
 from descant.ranks.worker import Worker
 from descant.testing.shapes import SHAPES
-from descant.types import AdamParams, CreateModel, Datum, EncodedText, ForwardBackward, LoraConfig, OptimStep
+from descant.types import AdamParams, CreateModel, Datum, EncodedText, ForwardBackward, Lora, OptimStep
 
 LIGHT = 7
 
@@ -46,7 +45,7 @@ class Tenant:
         )
 
     async def create(self) -> None:
-        await self._replica.submit(CreateModel(model_id=self.name, lora=LoraConfig(rank=16, seed=0)))
+        await self._replica.submit(CreateModel(model_id=self.name, trainable=Lora(rank=16, seed=0)))
 
     async def step(self) -> float:
         """Milliseconds."""
@@ -75,8 +74,9 @@ class Tenant:
 async def measure(model: BaseModel, options: argparse.Namespace) -> dict[str, object]:
     on_gpu = model.device.type == "cuda"
     heavy_size, light_size = ((64, 2048), (1, 128)) if on_gpu else ((64, 256), (1, 64))
-    settings = replace(
-        RankSettings(), kv_bytes=1 << 20, max_running=1, microbatch_tokens=options.budget or (16384 if on_gpu else 512)
+    settings = ReplicaSettings(
+        train=TrainSettings(microbatch_tokens=options.budget or (16384 if on_gpu else 512)),
+        sample=SampleSettings(max_num_seqs=1, kv_cache_bytes=1 << 20),
     )
     replica = await Replica.in_process(lambda phase: Worker(model, settings), settings)
     heavy = Tenant(replica, model, "heavy", *heavy_size)
@@ -97,7 +97,7 @@ async def measure(model: BaseModel, options: argparse.Namespace) -> dict[str, ob
     return {
         "id": "fairness",
         "what": f"{LIGHT} tenants of {light_size[0]} × {light_size[1]} tokens beside one of {heavy_size[0]} × "
-        f"{heavy_size[1]}, passes of {settings.microbatch_tokens}",
+        f"{heavy_size[1]}, passes of {settings.train.microbatch_tokens}",
         "alone_ms": {"p50": round(p50[0], 1), "p95": round(p95[0], 1)},
         "beside_ms": {"p50": round(p50[1], 1), "p95": round(p95[1], 1)},
         "ratio": round(p95[1] / p95[0], 2),

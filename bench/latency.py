@@ -40,11 +40,24 @@ import numpy as np
 import torch
 
 from descant.model.load import ModelSource, load_model
-from descant.ranks.channel import Board
+from descant.ranks.channel import TurnStatus
 from descant.ranks.loop import TurnLoop
-from descant.ranks.messages import Cancel, Failed, Finished, FromRank, Publish, Release, Sample, Stop, Submit
-from descant.ranks.settings import RankSettings
+from descant.ranks.ops import (
+    Cancel,
+    Microbatch,
+    Operation,
+    Publish,
+    RankRequest,
+    RankResponse,
+    Release,
+    Rows,
+    Sample,
+    SampleStep,
+    Stop,
+)
+from descant.ranks.settings import ReplicaSettings, SampleSettings, TrainSettings
 from descant.ranks.worker import Worker
+from descant.testing.executor import Around
 from descant.testing.shapes import SHAPES, shaped_model
 from descant.testing.tiny import tiny_model
 from descant.types import (
@@ -54,7 +67,7 @@ from descant.types import (
     Datum,
     EncodedText,
     ForwardBackward,
-    LoraConfig,
+    Lora,
     OptimStep,
     Result,
     SampleRequest,
@@ -69,44 +82,41 @@ SEQUENCE_TOKENS = 128
 """Of a training datum."""
 
 
-class Timed(Worker):
+KINDS: dict[type[Operation[Any]], str] = {Microbatch: "microbatch", SampleStep: "step", Rows: "rows"}
+
+
+class Timed(Around):
     """Notes when each turn began and ended."""
 
     def __init__(self, worker: Worker):
-        self.__dict__.update(worker.__dict__)
+        super().__init__(worker)
+        self._device = worker.model.device
         self.turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.waits = False
         """For the device, so that a turn's end is its computation's: only where turns are measured alone."""
-        self.drawn: dict[int, list[tuple[float, Version | None]]] = defaultdict(list)
+        self.emitted: dict[int, list[tuple[float, Version | None]]] = defaultdict(list)
         """By sequence: when each token was there, and what had computed it."""
 
-    def _timed(self, kind: str, run: Callable[[], Any]) -> Any:
+    def execute(self, op: Operation[Any]) -> Any:
+        if (kind := KINDS.get(type(op))) is None:
+            return super().execute(op)
         start = time.perf_counter()
-        outcome = run()
-        if self.waits and self._model.device.type == "cuda":
+        outcome = super().execute(op)
+        if self.waits and self._device.type == "cuda":
             torch.cuda.synchronize()
-        self.turns[kind].append((start, time.perf_counter()))
+        now = time.perf_counter()
+        self.turns[kind].append((start, now))
+        if kind == "step":
+            for output in itertools.chain.from_iterable(part for part in outcome if isinstance(part, list)):
+                self.emitted[output.sequence] += [(now, output.version)] * len(output.tokens)
         return outcome
-
-    def microbatch(self, turn: Any) -> Any:
-        return self._timed("microbatch", lambda: super(Timed, self).microbatch(turn))
-
-    def sample_step(self, turn: Any) -> Any:
-        outputs = self._timed("step", lambda: super(Timed, self).sample_step(turn))
-        now = self.turns["step"][-1][1]
-        for output in itertools.chain.from_iterable(part for part in outputs if isinstance(part, list)):
-            self.drawn[output.sequence] += [(now, output.version)] * len(output.tokens)
-        return outputs
-
-    def rows(self, turn: Any) -> Any:
-        return self._timed("rows", lambda: super(Timed, self).rows(turn))
 
     def milliseconds(self, kind: str) -> list[float]:
         return [1000 * (end - start) for start, end in self.turns[kind]]
 
     def sequences(self) -> list[list[tuple[float, Version | None]]]:
         """The tokens of each."""
-        return list(self.drawn.values())
+        return list(self.emitted.values())
 
     def gaps(self, start: float, end: float) -> list[float]:
         """Milliseconds between two tokens of a sequence that both came in this time."""
@@ -120,11 +130,11 @@ class Timed(Worker):
 class Desk:
     """A client on a turn loop: what it sent, and when what came back."""
 
-    def __init__(self, worker: Timed, settings: RankSettings):
+    def __init__(self, worker: Timed, settings: SampleSettings):
         self.loop = TurnLoop(
             worker,
-            emit=self._take,
-            board=Board(),
+            respond=self._take,
+            turn_status=TurnStatus(),
             steps_per_microbatch=settings.steps_per_microbatch,
         )
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
@@ -133,15 +143,11 @@ class Desk:
         self._then: dict[int, Callable[[Any], None]] = {}
         self._calls = self._seq_ids = 0
 
-    def _take(self, message: FromRank) -> None:
-        now = time.perf_counter()
-        match message:
-            case Finished(call=call, result=result):
-                if (then := self._then.pop(call, None)) is not None:
-                    then(result)
-                self._answers[call] = now, result
-            case Failed(call=call, error=error):
-                self._answers[call] = now, error
+    def _take(self, response: RankResponse) -> None:
+        now, call = time.perf_counter(), response.id
+        if response.error is None and (then := self._then.pop(call, None)) is not None:
+            then(response.result)
+        self._answers[call] = now, response.result if response.error is None else response.error
 
     @staticmethod
     def until(fact: Callable[[], bool]) -> None:
@@ -151,18 +157,18 @@ class Desk:
             assert time.perf_counter() < deadline, "it took too long"
             time.sleep(0.01)
 
-    def call(self, make: Callable[[int], Any], then: Callable[[Any], None] | None = None) -> int:
+    def call(self, op: Command | Operation[Any], then: Callable[[Any], None] | None = None) -> int:
         self._calls += 1
         if then is not None:
             self._then[self._calls] = then
-        self.loop.post(make(self._calls))
+        self.loop.post(RankRequest(id=self._calls, op=op))
         return self._calls
 
     def send(self, command: Command, then: Callable[[Any], None] | None = None) -> int:
         self._seq_ids += 1
         if not isinstance(command, CreateModel):
             command = replace(command, seq_id=self._seq_ids)
-        return self.call(lambda call: Submit(call=call, command=command), then)
+        return self.call(command, then)
 
     def answer(self, call: int) -> tuple[float, Result]:
         self.until(lambda: call in self._answers)
@@ -182,10 +188,10 @@ class Desk:
                 sampling_params=SamplingParams(max_tokens=tokens, seed=index, stop=()),
                 inflight=version is not None,
             )
-            self.loop.post(Sample(request=request))
+            self.loop.post(RankRequest(id=0, op=Sample(request=request)))
 
     def close(self) -> None:
-        self.loop.post(Stop())
+        self.loop.post(RankRequest(id=0, op=Stop()))
         self._thread.join(LONGEST_WAIT_S)
 
 
@@ -208,7 +214,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def gaps_beside_training(desk: Desk, worker: Timed, options: argparse.Namespace) -> dict[str, float]:
     data = training_data(options.microbatch_tokens)
     backward = ForwardBackward(model_id="trained", seq_id=0, data=data, loss_fn="cross_entropy")
-    desk.answer(desk.send(CreateModel(model_id="trained", lora=LoraConfig(rank=8, seed=0))))
+    desk.answer(desk.send(CreateModel(model_id="trained", trainable=Lora(rank=8, seed=0))))
     worker.waits = True
     for _ in range(2):
         desk.answer(desk.send(backward))  # compiles
@@ -219,7 +225,7 @@ def gaps_beside_training(desk: Desk, worker: Timed, options: argparse.Namespace)
     worker.waits = False
 
     room = options.context - options.prompt_tokens
-    worker.drawn.clear()
+    worker.emitted.clear()
     desk.sample("gaps", options.sequences, options.prompt_tokens, min(room, 20 * options.tokens), None)
 
     def sampled() -> int:
@@ -250,7 +256,7 @@ def gaps_beside_training(desk: Desk, worker: Timed, options: argparse.Namespace)
     passes, step_meanwhile = worker.milliseconds("microbatch"), percentile(worker.milliseconds("step"), 0.5)
     training = False
     for index in range(options.sequences):
-        desk.loop.post(Cancel(request_id=f"gaps-{index}"))
+        desk.loop.post(RankRequest(id=0, op=Cancel(request_id=f"gaps-{index}")))
     bound = microbatch + step
     return {
         "sequences": options.sequences,
@@ -274,7 +280,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
     backward = ForwardBackward(model_id="followed", seq_id=0, data=data, loss_fn="cross_entropy")
     step = OptimStep(model_id="followed", seq_id=0, adam_params=AdamParams(learning_rate=1e-4))
     snapshot = Snapshot(model_id="followed", seq_id=0, kind="sampler", for_disk=False, to_publish=True)
-    desk.answer(desk.send(CreateModel(model_id="followed", lora=LoraConfig(rank=16, seed=0))))
+    desk.answer(desk.send(CreateModel(model_id="followed", trainable=Lora(rank=16, seed=0))))
     worker.waits = True
     alone = []
     for _ in range(4):
@@ -286,18 +292,18 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
     optimiser = statistics.median(alone[1:])
     _, ref = desk.answer(desk.send(snapshot))
     assert isinstance(ref, SnapshotRef)
-    desk.answer(desk.call(lambda call, ref=ref: Publish(call=call, ref=ref)))  # type: ignore[misc]
+    desk.answer(desk.call(Publish(ref=ref)))  # type: ignore[misc]
 
     count = options.update_sequences
     room = options.context - options.prompt_tokens
-    worker.drawn.clear()
+    worker.emitted.clear()
     desk.sample("update", count, options.prompt_tokens, min(room, 40 * (options.rounds + 2)), ref.version)
 
     def since(start: float) -> int:
         """Tokens that the slowest sequence has had since."""
         return min(sum(at >= start for at, _ in tokens[-40:]) for tokens in worker.sequences())
 
-    desk.until(lambda: len(worker.drawn) == count and all(len(tokens) >= 3 for tokens in worker.sequences()))
+    desk.until(lambda: len(worker.emitted) == count and all(len(tokens) >= 3 for tokens in worker.sequences()))
     added, before, stalls, steps, between, rows_turns = [], [], [], [], [], []
     for _ in range(options.rounds):
         desk.answer(desk.send(backward))
@@ -309,7 +315,7 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         worker.turns.clear()
 
         def publish(ref: SnapshotRef) -> None:
-            desk.call(lambda call: Publish(call=call, ref=ref))
+            desk.call(Publish(ref=ref))
 
         begun, old = time.perf_counter(), ref.version
         desk.send(step)
@@ -327,9 +333,9 @@ def weights_that_follow(desk: Desk, worker: Timed, options: argparse.Namespace) 
         desk.until(lambda after=after: since(after) >= 2)  # type: ignore[misc]
         stalls.append((max(worker.gaps(begun - bare / 1000, time.perf_counter())) - turn) / bare)
         # As the service does. With every version kept, the slab would grow, and steps be captured anew.
-        desk.answer(desk.call(lambda call, old=old: Release(call=call, version=old)))  # type: ignore[misc]
+        desk.answer(desk.call(Release(version=old)))  # type: ignore[misc]
     for index in range(count):
-        desk.loop.post(Cancel(request_id=f"update-{index}"))
+        desk.loop.post(RankRequest(id=0, op=Cancel(request_id=f"update-{index}")))
     return {
         "sequences": count,
         "optimiser_step_ms": optimiser,
@@ -364,10 +370,11 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = RankSettings(
-        max_running=max(options.sequences, options.update_sequences),
-        microbatch_tokens=options.microbatch_tokens,
-        step_tokens=2048,
+    settings = ReplicaSettings(
+        train=TrainSettings(microbatch_tokens=options.microbatch_tokens),
+        sample=SampleSettings(
+            max_num_seqs=max(options.sequences, options.update_sequences), max_num_batched_tokens=2048
+        ),
     )
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
@@ -378,10 +385,10 @@ def main() -> None:
         model = load_model(ModelSource(name=options.shape, directory=directory), device=device)
     options.context = model.facts.max_context_length
     worker = Timed(Worker(model, settings))
-    options.microbatch_tokens = worker.microbatch_tokens
+    options.microbatch_tokens = worker.info.microbatch_tokens
     gc.collect()
     gc.freeze()  # as a rank does
-    desk = Desk(worker, settings)
+    desk = Desk(worker, settings.sample)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{card}, torch {torch.__version__}, {options.shape}, {model.dtype}", flush=True)
     found = {}

@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,9 @@ from tinker import types as sdk
 
 from descant.app import serving, url
 from descant.config import Settings
-from descant.ranks.loop import Outcome
+from descant.ranks.ops import Microbatch, Operation, Outcome, Rows
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSettings, RankSpec
-from descant.ranks.turns import Microbatch, Rows
+from descant.ranks.settings import RankSettings, RankSpec, ReplicaSettings, SampleSettings
 from descant.server.app import bind
 from descant.service.backends import Backend
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
@@ -135,25 +133,24 @@ class AtOnce(FakeTrainer):
 
 def build(spec: RankSpec, *rest: Any) -> Any:
     """A rank on a tiny model whose passes and steps compute nothing."""
+    from descant.testing.executor import Around
     from descant.testing.ranks import build_tiny
 
-    worker = build_tiny(spec, *rest)
-    opened: dict[tuple[str, int], ForwardBackward] = {}
+    class Hollow(Around):
+        opened: dict[tuple[str, int], ForwardBackward] = {}  # noqa: RUF012
 
-    def microbatch(turn: Microbatch) -> list[Outcome]:
-        opened.update({(command.model_id, command.seq_id): command for command in turn.opens})
-        return [Outcome(key=key, result=output_of(opened.pop(key))) for key in turn.closes]
+        def execute(self, op: Operation[Any]) -> Any:
+            match op:
+                case Microbatch():
+                    self.opened.update({(command.model_id, command.seq_id): command for command in op.opens})
+                    return [Outcome(key=key, result=output_of(self.opened.pop(key))) for key in op.closes]
+                case Rows(commands=commands) if all(isinstance(command, OptimStep) for command in commands):
+                    result = OptimStepOutput(metrics={"grad_norm:mean": 1.0})
+                    return [Outcome(key=(command.model_id, command.seq_id), result=result) for command in commands]
+                case _:
+                    return super().execute(op)
 
-    real_rows = worker.rows
-
-    def rows(turn: Rows, *rest: Any) -> list[Outcome]:
-        if not all(isinstance(command, OptimStep) for command in turn.commands):
-            return real_rows(turn, *rest)
-        result = OptimStepOutput(metrics={"grad_norm:mean": 1.0})
-        return [Outcome(key=(command.model_id, command.seq_id), result=result) for command in turn.commands]
-
-    worker.microbatch, worker.rows = microbatch, rows
-    return worker
+    return Hollow(build_tiny(spec, *rest))
 
 
 async def serve(kind: str, directory: Path, options: argparse.Namespace) -> None:
@@ -172,10 +169,13 @@ async def serve(kind: str, directory: Path, options: argparse.Namespace) -> None
     else:
         from descant.testing.tiny import tiny_model
 
-        rank = replace(RankSettings(), device="cpu", dtype="float32", num_threads=1, kv_bytes=1 << 20, max_running=1)
+        replica_settings = ReplicaSettings(
+            rank=RankSettings(device="cpu", dtype="float32", num_threads=1),
+            sample=SampleSettings(max_num_seqs=1, kv_cache_bytes=1 << 20),
+        )
         spec = RankSpec(
             model=str(tiny_model("llama", directory / "tiny")),
-            settings=rank,
+            settings=replica_settings,
             build="overhead:build",
             env={"PYTHONPATH": str(Path(__file__).parent)},
         )

@@ -26,7 +26,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +34,10 @@ import torch
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSettings
+from descant.ranks.settings import ReplicaSettings, SampleSettings
 from descant.ranks.worker import Worker
 from descant.testing.shapes import SHAPES, shaped_model
-from descant.train.optim import Row, adamw
+from descant.train.optim import StepRow, adamw
 from descant.types import (
     AdamParams,
     CreateModel,
@@ -46,7 +45,7 @@ from descant.types import (
     DeleteModel,
     EncodedText,
     ForwardBackward,
-    LoraConfig,
+    Lora,
     OptimStep,
 )
 
@@ -71,7 +70,7 @@ class Tenants:
             name = f"{prefix}{len(self.names)}"
             start = time.perf_counter()
             await self._replica.submit(
-                CreateModel(model_id=name, lora=LoraConfig(rank=self._rank, seed=len(self.names)))
+                CreateModel(model_id=name, trainable=Lora(rank=self._rank, seed=len(self.names)))
             )
             taken.append(1000 * (time.perf_counter() - start))
             self.names.append(name)
@@ -120,8 +119,8 @@ class Bench:
             check=False,
         )
         self.bank = self.model.bank
-        self.unlimited = self.bank.max_adapter_bytes
-        self.settings = replace(RankSettings(), kv_bytes=1 << 20, max_running=1)
+        self.unlimited = self.bank.adapter_bytes
+        self.settings = ReplicaSettings(sample=SampleSettings(max_num_seqs=1, kv_cache_bytes=1 << 20))
 
     async def replica(self) -> Replica:
         return await Replica.in_process(lambda phase: Worker(self.model, self.settings), self.settings)
@@ -169,25 +168,25 @@ class Bench:
         num_active = round(1.2 * CLIFF)
         await tenants.create(num_active, "active")
         limit = CLIFF * self.bank.bytes_in_use(tenants.names[0])[0]
-        host = self.bank._max_host_bytes
+        host = self.bank.residency.host_bytes
         before = self.bank.stats()
         loads: list[float] = []
 
         async def roomy() -> None:
-            self.bank.max_adapter_bytes = self.unlimited
+            self.bank.adapter_bytes = self.unlimited
             await tenants.step(tenants.names)
 
         async def settle() -> None:  # not timed: what left in the tight round comes back
-            self.bank.max_adapter_bytes = self.unlimited
+            self.bank.adapter_bytes = self.unlimited
             for name in tenants.names:
                 self.bank.weights(name)
 
         async def tight() -> None:
-            self.bank.max_adapter_bytes = limit
-            self.bank._max_host_bytes = 0 if disk else host
-            loaded = self.bank.stats()["loads"]
+            self.bank.adapter_bytes = limit
+            self.bank.residency.host_bytes = 0 if disk else host
+            loaded = self.bank.stats()["adapter_loads"]
             await tenants.step(tenants.names)
-            loads.append(self.bank.stats()["loads"] - loaded)
+            loads.append(self.bank.stats()["adapter_loads"] - loaded)
 
         taken: dict[str, list[float]] = {"roomy": [], "tight": []}
         for number in range(count + 2):
@@ -201,7 +200,7 @@ class Bench:
                         torch.cuda.synchronize()
                     if number >= 2 and repeat == times - 1:
                         taken[name].append(1000 * (time.perf_counter() - start))
-        self.bank.max_adapter_bytes, self.bank._max_host_bytes = self.unlimited, host
+        self.bank.adapter_bytes, self.bank.residency.host_bytes = self.unlimited, host
         after = self.bank.stats()
         ratios = [tight / roomy for roomy, tight in zip(taken["roomy"], taken["tight"])]
         row = {
@@ -210,10 +209,11 @@ class Bench:
             "step_ms": statistics.median(taken["tight"]),
             "ratio": statistics.median(ratios),
             "loads_a_step": statistics.fmean(loads[2::3]),
-            "loads": after["loads"] - before["loads"],
-            "loads_ahead": after["loads_ahead"] - before["loads_ahead"],
-            "wait_ms_a_load": (after["load_wait_ms"] - before["load_wait_ms"])
-            / max(1, after["loads"] - before["loads"]),
+            "adapter_loads": after["adapter_loads"] - before["adapter_loads"],
+            "adapter_prefetches": after["adapter_prefetches"] - before["adapter_prefetches"],
+            "wait_ms_a_load": 1000
+            * (after["adapter_load_wait_seconds"] - before["adapter_load_wait_seconds"])
+            / max(1, after["adapter_loads"] - before["adapter_loads"]),
         }
         print(_short(row), flush=True)
         await tenants.delete()
@@ -226,7 +226,7 @@ class Bench:
         rows: list[dict[str, object]] = []
         for what in ("with room", "with the budget full"):
             if what != "with room":
-                self.bank.max_adapter_bytes = 3 * self.bank.bytes_in_use(tenants.names[0])[0]
+                self.bank.adapter_bytes = 3 * self.bank.bytes_in_use(tenants.names[0])[0]
             taken = await tenants.create(5, "new")
             first = []
             for name in tenants.names[-5:]:
@@ -243,20 +243,20 @@ class Bench:
                 }
             )
             print(_short(rows[-1]), flush=True)
-        self.bank.max_adapter_bytes = self.unlimited
+        self.bank.adapter_bytes = self.unlimited
         await tenants.delete()
         await replica.close()
         return rows
 
     def adamw(self, rank: int) -> dict[str, object]:
-        self.bank.create("adamw", LoraConfig(rank=rank, seed=0))
+        self.bank.create("adamw", Lora(rank=rank, seed=0))
         weights, (moment1, moment2) = self.bank.weights("adamw"), self.bank.moments("adamw")
         noise = torch.randn(weights.shape, device=self.device)
         gradient = self.bank.gradient("adamw")
         taken = []
         for step in range(1, 13):
             gradient.copy_(noise)
-            row = Row(
+            row = StepRow(
                 weights=weights, gradient=gradient, moment1=moment1, moment2=moment2, step=step, params=AdamParams()
             )
             if self.device.type == "cuda":

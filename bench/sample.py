@@ -28,16 +28,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from descant.adapters.slots import RowRef
 from descant.bench import alternate, medians
 from descant.model.base import BaseModel
-from descant.model.limit import matrix_rate
+from descant.model.flops import measure_peak_flops
+from descant.model.forward_batch import ForwardBatch, Segment
 from descant.model.load import ModelSource, load_model
-from descant.model.passes import Pass, RowRef, Segment
 from descant.sample.pages import pages_for
-from descant.sample.scheduler import SampleLimits, Scheduler
-from descant.sample.step import Sampler
+from descant.sample.plan import SampleLimits
+from descant.sample.runner import Sampler
+from descant.sample.scheduler import Scheduler
 from descant.testing.shapes import SHAPES, shaped_model
-from descant.types import EncodedText, LoraConfig, SampleRequest, SamplingParams, Version
+from descant.types import EncodedText, Lora, SampleRequest, SamplingParams, Version
 
 
 def wait(device: torch.device) -> None:
@@ -60,12 +62,12 @@ class Facts:
         item = model.dtype.itemsize
         self.linear = sum(site.in_features * site.out_features for site in model.bank.sites)
         self.weight_bytes = self.linear * item
-        self.kv_bytes = model.kv_bytes_per_token()
-        self.adapter_bytes = item * sum(rank * (site.in_features + site.out_features) for site in model.bank.sites)
+        self.kv_bytes_per_token = model.kv_bytes_per_token()
+        self.bytes_per_adapter = item * sum(rank * (site.in_features + site.out_features) for site in model.bank.sites)
         self.rate, self.bandwidth = rate, bandwidth
 
     def step(self, batch: int, context: float, adapters: int) -> float:
-        read = self.weight_bytes + batch * context * self.kv_bytes + adapters * self.adapter_bytes
+        read = self.weight_bytes + batch * context * self.kv_bytes_per_token + adapters * self.bytes_per_adapter
         return max(read / self.bandwidth, 2 * self.linear * batch / self.rate)
 
     def prefill(self, tokens: int) -> float:
@@ -90,10 +92,10 @@ def run(
 ) -> tuple[dict[str, float], list[Sampled]]:
     scheduler = Scheduler(
         SampleLimits(
-            max_running=options.prompts,
+            max_num_seqs=options.prompts,
             num_pages=num_pages,
-            step_tokens=options.step_tokens,
-            max_waiting=10 * options.prompts,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_queued_requests=10 * options.prompts,
             max_context_length=model.facts.max_context_length,
             vocab_size=model.facts.vocab_size,
             eos_token_ids=(),
@@ -105,7 +107,7 @@ def run(
     samples: dict[str, Sampled] = {}
     for number in range(options.prompts):
         version = versions[number % len(versions)] if versions else None
-        sampler.acquire(version)
+        sampler.pin(version)
         prompt = random.integers(0, model.facts.vocab_size, options.prompt_tokens).astype(np.int32)
         samples[f"r{number}"] = Sampled(version=version, prompt=prompt)
         scheduler.add(
@@ -143,7 +145,7 @@ def run(
             prefill += end - start
     seconds = time.perf_counter() - began
     for number in range(options.prompts):
-        sampler.release(versions[number % len(versions)] if versions else None)
+        sampler.unpin(versions[number % len(versions)] if versions else None)
     steps = decode[2:] or decode or [(seconds, 0.0, 0.0)]
     figures = {
         "seconds": seconds,
@@ -158,8 +160,8 @@ def run(
 
 @torch.no_grad()
 def mismatch(model: BaseModel, samples: Sequence[Sampled], *, adapters: bool) -> float:
-    rows = [None if s.version is None or not adapters else model.bank.pin(s.version) for s in samples]
-    order = sorted(range(len(samples)), key=lambda i: rows[i] or RowRef(rank_class=0, slot=0))
+    rows = [None if s.version is None or not adapters else model.bank.pin_version(s.version) for s in samples]
+    order = sorted(range(len(samples)), key=lambda i: rows[i] or RowRef(rank_bucket=0, slot=0))
     lengths: list[int] = []
     wanted: list[int] = []
     segments, tokens, targets = [], [], []
@@ -174,11 +176,13 @@ def mismatch(model: BaseModel, samples: Sequence[Sampled], *, adapters: bool) ->
         wanted += range(start + len(sample.prompt) - 1, start + lengths[-1])
     tokens_T, targets_T = (torch.tensor(np.concatenate(x), device=model.device).long() for x in (tokens, targets))
     positions_T = torch.cat([torch.arange(n, device=model.device) for n in lengths])
-    hidden_TD, lora = model.trunk(tokens_T, positions_T, Pass(seq_lens=tuple(lengths), segments=tuple(segments)))
-    trained_T = model.head.logprobs(hidden_TD, targets_T[:, None], lora).logprobs_PK[:, 0].cpu().numpy()
+    hidden_TD, lora = model.decoder_forward(
+        tokens_T, positions_T, ForwardBatch(seq_lens=tuple(lengths), segments=tuple(segments))
+    )
+    trained_T = model.lm_head.logprobs(hidden_TD, targets_T[:, None], lora).logprobs_PK[:, 0].cpu().numpy()
     for i, row in enumerate(rows):
         if row is not None:
-            model.bank.unpin(samples[i].version)  # type: ignore[arg-type]
+            model.bank.unpin_version(samples[i].version)  # type: ignore[arg-type]
     return float(np.abs(trained_T[wanted] - np.concatenate([samples[i].logprobs for i in order])).mean())
 
 
@@ -209,7 +213,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, nargs="*", default=[8, 64])
     parser.add_argument("--generate", action="store_true")
@@ -226,8 +230,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     with tempfile.TemporaryDirectory() as directory:
         source = ModelSource(name=options.shape, directory=shaped_model(options.shape, Path(directory), device=device))
-        model = load_model(source, device=device, max_version_bytes=32 << 30, check=False, compile=False)
-    facts = Facts(model, matrix_rate(device, model.dtype), bandwidth(device), options.rank)
+        model = load_model(source, device=device, version_bytes=32 << 30, check=False, compile=False)
+    facts = Facts(model, measure_peak_flops(device, model.dtype), bandwidth(device), options.rank)
     print(
         f"{card}, torch {torch.__version__}, {model.dtype}: {facts.rate / 1e12:.1f} TFLOP/s, "
         f"{facts.bandwidth / 1e9:.0f} GB/s",
@@ -246,9 +250,9 @@ def main() -> None:
         versions = []
         for number in range(count):
             name = f"n{count}-{number}"
-            model.bank.create(name, LoraConfig(rank=options.rank, seed=number))
+            model.bank.create(name, Lora(rank=options.rank, seed=number))
             model.bank.weights(name).normal_(std=0.01)
-            model.bank.refresh_work(name)
+            model.bank.refresh_compute(name)
             versions.append(Version(model_id=name, number=1))
             model.bank.publish(name, versions[-1])
             model.bank.delete(name)

@@ -31,10 +31,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from descant.app import visible_gpus
+from descant.app import replica_spec, visible_gpus
+from descant.pools.supervisor import Supervisor
 from descant.ranks.placement import rank_specs
-from descant.ranks.replica_set import ReplicaSet
-from descant.ranks.settings import RankSettings, RankSpec
+from descant.ranks.settings import (
+    ParallelSettings,
+    RankSettings,
+    RankSpec,
+    ReplicaSettings,
+    SampleSettings,
+    TrainSettings,
+)
+from descant.service.clock import SystemClock
 from descant.testing.shapes import SHAPES, shaped_model
 from descant.types import (
     AdamParams,
@@ -43,7 +51,7 @@ from descant.types import (
     DeleteModel,
     EncodedText,
     ForwardBackward,
-    LoraConfig,
+    Lora,
     OptimStep,
     SampleRequest,
     SamplingParams,
@@ -70,10 +78,11 @@ class Load:
     """``count`` tenants of a set of replicas."""
 
     def __init__(
-        self, replicas: ReplicaSet, count: int, options: argparse.Namespace, *, num_data: int = 1, num_samples: int = 1
+        self, replicas: Supervisor, count: int, options: argparse.Namespace, *, num_data: int = 1, num_samples: int = 1
     ):
         """``num_data``: datums of a tenant's step; ``num_samples``: requests that it has sampled at once."""
         self.replicas, self.options = replicas, options
+        self.trainer, self.engine = replicas.trainer, replicas.engine
         random = np.random.default_rng(0)
         self.tenants = [
             Tenant(f"t{count}-{number}", tuple(self._datum(random) for _ in range(num_data))) for number in range(count)
@@ -83,15 +92,17 @@ class Load:
         self.num_requests = 0
 
     def _datum(self, random: np.random.Generator) -> Datum:
-        stream = random.integers(0, self.replicas.facts.vocab_size, self.options.length + 1)
+        stream = random.integers(0, self.trainer.facts.vocab_size, self.options.length + 1)
         return Datum(
             model_input=(EncodedText(tokens=stream[:-1].astype(np.int32)),),
             loss_fn_inputs={"target_tokens": stream[1:].astype(np.int64)},
         )
 
     async def create(self) -> None:
-        lora = LoraConfig(rank=self.options.rank, seed=0)
-        await asyncio.gather(*(self.replicas.submit(CreateModel(model_id=t.model_id, lora=lora)) for t in self.tenants))
+        lora = Lora(rank=self.options.rank, seed=0)
+        await asyncio.gather(
+            *(self.trainer.submit(CreateModel(model_id=t.model_id, trainable=lora)) for t in self.tenants)
+        )
 
     async def train(self) -> int:
         """Tokens trained."""
@@ -99,17 +110,17 @@ class Load:
         for _ in range(self.options.steps):
             for t in self.tenants:
                 backward = ForwardBackward(model_id=t.model_id, seq_id=t.next(), data=t.data, loss_fn="cross_entropy")
-                pending.append(self.replicas.submit(backward))
-                pending.append(self.replicas.submit(OptimStep(model_id=t.model_id, seq_id=t.next(), adam_params=adam)))
+                pending.append(self.trainer.submit(backward))
+                pending.append(self.trainer.submit(OptimStep(model_id=t.model_id, seq_id=t.next(), adam_params=adam)))
         await asyncio.gather(*pending)
         return self.options.steps * self.options.length * self.num_data * len(self.tenants)
 
     async def publish(self) -> None:
         for t in self.tenants:
             command = Snapshot(model_id=t.model_id, seq_id=t.next(), kind="sampler", for_disk=False)
-            ref = await self.replicas.submit(command)
+            ref = await self.trainer.submit(command)
             assert isinstance(ref, SnapshotRef)
-            await self.replicas.publish(ref)
+            await self.engine.publish(ref)
             self.versions.append(ref.version)
 
     async def sample(self) -> int:
@@ -126,17 +137,17 @@ class Load:
             num_samples=1,
             sampling_params=SamplingParams(max_tokens=self.options.sampled, stop=(), seed=self.num_requests),
         )
-        return sum([len(delta.tokens) async for delta in self.replicas.sample(wanted)])
+        return sum([len(delta.tokens) async for delta in self.engine.sample(wanted)])
 
     async def delete(self) -> None:
-        await asyncio.gather(*map(self.replicas.release, self.versions))
+        await asyncio.gather(*map(self.engine.release, self.versions))
         await asyncio.gather(
-            *(self.replicas.submit(DeleteModel(model_id=t.model_id, seq_id=t.next())) for t in self.tenants)
+            *(self.trainer.submit(DeleteModel(model_id=t.model_id, seq_id=t.next())) for t in self.tenants)
         )
 
     def placed(self) -> Sequence[int]:
-        homes = Counter(self.replicas.home(t.model_id) for t in self.tenants)
-        return [homes[index] for index in range(len(self.replicas))]
+        homes = Counter(self.trainer.replica_of(t.model_id) for t in self.tenants)
+        return [homes[index] for index in self.replicas.members]
 
 
 async def rates(work: Sequence[Callable[[], Awaitable[int]]], rounds: int) -> list[float]:
@@ -162,9 +173,7 @@ async def measure(options: argparse.Namespace, model: Path, gpus: Sequence[str])
     if options.ranks:
         counts, num_data = options.ranks, max(1, options.batch_tokens // options.length)
         wanted = [
-            settings_of(
-                options, gpus, replicas=1, ranks_per_replica=count, shard_base=count > 1 if options.shard else None
-            )
+            settings_of(options, gpus, replicas=1, data_parallel_size=count, fsdp=count > 1 if options.shard else None)
             for count in counts
         ]
         async with started(model, gpus, wanted) as sets:
@@ -173,28 +182,30 @@ async def measure(options: argparse.Namespace, model: Path, gpus: Sequence[str])
     return rows
 
 
-def settings_of(options: argparse.Namespace, gpus: Sequence[str], **settings: Any) -> RankSettings:
-    return RankSettings(
-        device="auto" if gpus else "cpu",
-        num_threads=None if gpus else 1,
-        microbatch_tokens=options.microbatch_tokens,
-        max_running=max(*options.tenants, options.samples),
-        rebalance_interval_s=1e9,
-        **settings,
+def settings_of(options: argparse.Namespace, gpus: Sequence[str], **parallel: Any) -> ReplicaSettings:
+    return ReplicaSettings(
+        rank=RankSettings(device="auto" if gpus else "cpu", num_threads=None if gpus else 1),
+        parallel=ParallelSettings(rebalance_interval_s=1e9, **parallel),
+        train=TrainSettings(microbatch_tokens=options.microbatch_tokens),
+        sample=SampleSettings(max_num_seqs=max(*options.tenants, options.samples)),
     )
 
 
 @asynccontextmanager
 async def started(
-    model: Path, gpus: Sequence[str], wanted: Sequence[RankSettings]
-) -> AsyncIterator[Sequence[ReplicaSet]]:
+    model: Path, gpus: Sequence[str], wanted: Sequence[ReplicaSettings]
+) -> AsyncIterator[Sequence[Supervisor]]:
     async with AsyncExitStack() as stack:
         sets = []
         for settings in wanted:
             specs = rank_specs(RankSpec(model=str(model), settings=settings), gpus=gpus, num_cores=len(wanted))
-            replicas = await ReplicaSet.start(
-                specs, on_phase=lambda index, text: print(f"  replica {index}: {text}", flush=True)
+            replicas = Supervisor(
+                [replica_spec(spec) for spec in specs],
+                clock=SystemClock(),
+                rebalance_interval_s=settings.parallel.rebalance_interval_s,
+                on_phase=lambda name, text: print(f"  {name}: {text}", flush=True),
             )
+            await replicas.start()
             stack.push_async_callback(replicas.close)
             sets.append(replicas)
         yield sets
@@ -220,7 +231,7 @@ def table(
     """A row for each of ``counts`` but the first, which is the baseline."""
     rows: list[dict[str, object]] = []
     for count, load, rate in list(zip(counts, loads, found, strict=True))[1:]:
-        ratio, limit = rate / found[0], count / counts[0]
+        ratio, ideal = rate / found[0], count / counts[0]
         rows.append(
             {
                 "what": work,
@@ -230,8 +241,8 @@ def table(
                 "tokens_per_s": round(rate, 1),
                 "baseline": round(found[0], 1),
                 "ratio": round(ratio, 3),
-                "limit": limit,
-                "fraction_of_limit": round(ratio / limit, 3),
+                "ideal": ideal,
+                "efficiency": round(ratio / ideal, 3),
             }
         )
         print(rows[-1], flush=True)

@@ -3,7 +3,7 @@
     python bench/shared_prompts.py [--prompts 8 --prompt-tokens 512 --samples 8 --sample-tokens 128]
 
 Both sides cut the request into microbatches as the turn loop does, by the same budget (``--budget``): sharing fits more
-datums into a pass. Medians of alternated rounds in one process. ``limit`` is the ratio of the tokens given to those
+datums into a pass. Medians of alternated rounds in one process. ``ideal`` is the ratio of the tokens given to those
 computed, the speed-up if only tokens cost anything. Gradients of the two are compared as well.
 """
 
@@ -13,6 +13,8 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +22,14 @@ import torch
 from workload import device_name, load_shape
 
 from descant.model.base import BaseModel
-from descant.ranks.turns import Waiting, WaitingDatum, WaitingModel, decide
+from descant.ranks.fair_queue import FairQueue, WaitingModel
+from descant.ranks.partition import WaitingDatum
 from descant.testing.shapes import SHAPES
-from descant.train.batch import MIN_SHARED_TOKENS, common_prefix
-from descant.train.step import Learner, Part
-from descant.types import Datum, EncodedText, ForwardBackward, ForwardBackwardOutput, LoraConfig, input_tokens
+from descant.train.pack import MIN_SHARED_TOKENS, common_prefix
+from descant.train.passes import TorchPassRunner
+from descant.train.requests import Learner
+from descant.train.runner import Part
+from descant.types import Datum, EncodedText, ForwardBackward, ForwardBackwardOutput, Lora, input_tokens
 
 MODEL_ID = "bench"
 
@@ -48,6 +53,26 @@ def samples(vocab_size: int, prompts: int, prompt_tokens: int, count: int, sampl
     return data
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Rest(WaitingModel):
+    """What of the request has not run."""
+
+    data: list[WaitingDatum]
+
+    def pieces(self) -> Iterator[Sequence[WaitingDatum]]:
+        return ([datum] for datum in self.data)
+
+
+class Unlimited:
+    adapter_bytes = 0
+
+    def bytes_in_use(self, model_id: str) -> tuple[int, int]:
+        return 0, 0
+
+    def is_resident(self, model_id: str) -> bool:
+        return True
+
+
 def microbatches(data: list[Datum], budget: int, *, share: bool) -> list[list[int]]:
     tokens = [input_tokens(datum.model_input) for datum in data]
     waiting = []
@@ -58,16 +83,16 @@ def microbatches(data: list[Datum], budget: int, *, share: bool) -> list[list[in
         waiting.append(WaitingDatum(part=part, tokens=len(tokens[index]), shared=shared))
     passes: list[list[int]] = []
     while waiting:
-        model = WaitingModel(model_id=MODEL_ID, data=tuple(waiting))
-        state = Waiting(models=(model,), sampling=False, last="idle", sample_credit=0.0)
-        passes.append([part.datum for part in decide(state, microbatch_tokens=budget).parts])
+        queue = FairQueue[Rest](Unlimited())
+        queue.add(Rest(model_id=MODEL_ID, arrival=0, data=waiting))
+        passes.append([datum.part.datum for datum in queue.fill(budget)])
         waiting = waiting[len(passes[-1]) :]
     return passes
 
 
 class Side:
     def __init__(self, model: BaseModel, data: list[Datum], budget: int, *, share: bool):
-        self.model, self.learner = model, Learner(model, share_prefixes=share)
+        self.model, self.learner = model, Learner(TorchPassRunner(model, share_prefixes=share))
         self.command = ForwardBackward(model_id=MODEL_ID, seq_id=1, data=tuple(data), loss_fn="importance_sampling")
         self.passes = microbatches(data, budget, share=share)
 
@@ -105,13 +130,13 @@ def main() -> None:
     budget = options.budget or (16384 if device.type == "cuda" else 2048)
     dtype = getattr(torch, options.dtype)
     model = load_shape(options.shape, device, dtype=dtype, layers=options.layers)
-    lora = LoraConfig(rank=options.rank, seed=0)
+    lora = Lora(rank=options.rank, seed=0)
     model.bank.create(MODEL_ID, lora)
     weights = model.bank.weights(MODEL_ID)
     torch.manual_seed(0)
     parts = {name: torch.randn_like(part) * 0.01 for name, part in model.bank.export(weights, lora).items()}
     model.bank.import_row(parts, lora, weights)
-    model.bank.refresh_work(MODEL_ID)
+    model.bank.refresh_compute(MODEL_ID)
 
     data = samples(
         model.facts.vocab_size, options.prompts, options.prompt_tokens, options.samples, options.sample_tokens
@@ -141,8 +166,8 @@ def main() -> None:
         "unit": "tokens/s",
         "baseline": given / medians["unshared"],
         "ratio": medians["unshared"] / medians["shared"],
-        "limit": given / computed,
-        "fraction_of_limit": medians["unshared"] / medians["shared"] * computed / given,
+        "ideal": given / computed,
+        "efficiency": medians["unshared"] / medians["shared"] * computed / given,
         "passes": {name: len(side.passes) for name, side in sides.items()},
         "tokens_computed": computed,
         "gradient_difference": float((gradient - expected).abs().max() / expected.abs().max()),

@@ -28,7 +28,7 @@ from workload import Tenants, device_name, load_shape
 
 from descant.bench import alternate, median_ratio, medians
 from descant.model.base import BaseModel
-from descant.model.limit import matrix_rate
+from descant.model.flops import measure_peak_flops
 from descant.testing.shapes import SHAPES
 from descant.types import LOSS_FN_INPUTS
 
@@ -40,7 +40,7 @@ class Bench:
     def __init__(self, model: BaseModel, directory: Path, rounds: int):
         self.model, self.device, self.directory, self.rounds = model, model.device, directory, rounds
         self.on_gpu = model.device.type == "cuda"
-        self.rate = matrix_rate(model.device, model.dtype)
+        self.rate = measure_peak_flops(model.device, model.dtype)
 
     def time(self, work: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
         return alternate(work, self.device, rounds=self.rounds, warm_up=2)
@@ -56,7 +56,7 @@ class Bench:
             "baseline": round(tenants.tokens / typical["theirs"], 1),
             "ratio": round(median_ratio(seconds["theirs"], seconds["ours"]), 3),
             "bar": bar,
-            "fraction_of_limit": round(tenants.flops() / typical["ours"] / self.rate, 3),
+            "mfu": round(tenants.flops() / typical["ours"] / self.rate, 3),
             **rest,
         }
 

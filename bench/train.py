@@ -1,10 +1,10 @@
-"""Training speed on models of real shapes: many tenants against one, packed against one adapter a pass, and the limit.
+"""Training speed on models of real shapes: many tenants against one, packed against one adapter a pass, and MFU.
 
     python bench/train.py --shape qwen3-0.6b [--tokens 16384] [--rank 16] [--tenants 1 8 64] [--json FILE]
         [--modes eager compiled] [--alone] [--profile DIRECTORY]
 
-Every figure is the median of alternated rounds in one process. ``of limit`` is the model's own arithmetic
-(4·P·T + 6·P_lora·T + 6·L·Hq·D·Σs²) over the rate of a large matrix product measured in the same process.
+Every figure is the median of alternated rounds in one process. ``mfu`` is the model's own FLOPs
+(4·P·T + 6·P_lora·T + 6·L·Hq·D·Σs²) over the rate of a large matmul measured in the same process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from workload import Tenants, load_shape
 
 from descant.bench import alternate, medians
 from descant.model.base import BaseModel
-from descant.model.limit import matrix_rate
+from descant.model.flops import measure_peak_flops
 from descant.testing.shapes import SHAPES
 
 ROUNDS = 5
@@ -74,9 +74,9 @@ def main() -> None:
     start = time.perf_counter()
     model = load_shape(options.shape, device, compile="compiled" in options.modes)
     print(f"made and loaded in {time.perf_counter() - start:.1f} s", flush=True)
-    rate = matrix_rate(device, model.dtype)
+    rate = measure_peak_flops(device, model.dtype)
     card = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    print(f"{card}, torch {torch.__version__}, {model.dtype}, matrix rate {rate / 1e12:.1f} TFLOP/s", flush=True)
+    print(f"{card}, torch {torch.__version__}, {model.dtype}, matmul rate {rate / 1e12:.1f} TFLOP/s", flush=True)
 
     rows = []
     one, large = tenants(model, 1, options), tenants(model, 1, options, passes=PASSES)
@@ -116,8 +116,8 @@ def measure(
     seconds = medians(alternate(work, model.device, rounds=ROUNDS, warm_up=2))
     rows: list[dict[str, Any]] = []
     for name, run in zip(work, (one, large, many)):
-        fraction = run.flops() / seconds[name] / rate
-        rows.append({"what": name, "tokens_per_s": run.tokens / seconds[name], "fraction_of_limit": fraction})
+        mfu = run.flops() / seconds[name] / rate
+        rows.append({"what": name, "tokens_per_s": run.tokens / seconds[name], "mfu": mfu})
     rows.append({"what": "tax against one tenant", "ratio": seconds["packed"] / seconds["one tenant"]})
     if options.alone:
         gain = seconds["one adapter a pass"] / seconds["packed"]

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from descant.model.base import BaseModel
-from descant.model.limit import Arithmetic
+from descant.model.flops import FlopCounter
 from descant.model.load import ModelSource, load_model
 from descant.testing.shapes import shaped_model
-from descant.train.step import Learner, Part
-from descant.types import AdamParams, Datum, EncodedText, ForwardBackward, LoraConfig
+from descant.train.passes import TorchPassRunner
+from descant.train.requests import Learner
+from descant.train.runner import Part
+from descant.types import AdamParams, Datum, EncodedText, ForwardBackward, Lora
 
 
 def load_shape(
@@ -50,13 +52,13 @@ class Tenants:
         losses: Sequence[str] = ("cross_entropy",),
         train_unembed: bool = True,
     ):
-        self.model, self.learner, self.lengths = model, Learner(model), lengths
+        self.model, self.learner, self.lengths = model, Learner(TorchPassRunner(model)), lengths
         random = np.random.default_rng(0)
         self.commands: list[ForwardBackward] = []
         self.loras = []
         for number, sizes in enumerate(lengths):
             name, loss = f"tenant-{id(self)}-{number}", losses[number % len(losses)]
-            lora = LoraConfig(rank=ranks[number % len(ranks)], seed=number, train_unembed=train_unembed)
+            lora = Lora(rank=ranks[number % len(ranks)], seed=number, train_unembed=train_unembed)
             model.bank.create(name, lora)
             self.loras.append(lora)
             data = tuple(self._datum(random, size, loss) for size in sizes)
@@ -67,10 +69,10 @@ class Tenants:
         return sum(map(sum, self.lengths))
 
     def flops(self) -> float:
-        arithmetic = Arithmetic.of(self.model)
-        adapters = sum(arithmetic.lora_params(lora) * sum(sizes) for lora, sizes in zip(self.loras, self.lengths))
+        flop_counter = FlopCounter.of(self.model)
+        adapters = sum(flop_counter.lora_params(lora) * sum(sizes) for lora, sizes in zip(self.loras, self.lengths))
         squares = sum(size * size for sizes in self.lengths for size in sizes)
-        return arithmetic.flops(self.tokens, adapters, squares, backward=True)
+        return flop_counter.flops(self.tokens, adapters, squares, backward=True)
 
     def _datum(self, random: np.random.Generator, length: int, loss: str) -> Datum:
         stream = random.integers(0, self.model.facts.vocab_size, length + 1)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,26 +28,34 @@ from starlette.applications import Starlette
 
 from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
-from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, Report
-from descant.errors import DescantError, ServerError, UserError
+from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, ServerReport
+from descant.errors import ServerError, UserError
+from descant.pools.supervisor import ReplicaSpec, Supervisor
+from descant.pools.transfer import TRANSFER
 from descant.ports import Clock
-from descant.ranks.health import Death
+from descant.ranks.health import Death, Health
 from descant.ranks.launch import Launcher, Link, Receive, start_processes
 from descant.ranks.placement import rank_specs, share_gpus
 from descant.ranks.ray_cluster import RayCluster
-from descant.ranks.replica_set import ReplicaSet
+from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.server.app import HttpServer, bind, create_app
 from descant.server.auth import Keys
 from descant.service.backends import Backend
-from descant.service.catalogue import Catalogue
 from descant.service.clock import SystemClock
-from descant.service.database import Database
-from descant.service.futures import SqlFutureStore
+from descant.service.database import Database, check_database
+from descant.service.future_store import SqlFutureStore
+from descant.service.registry import Registry
 from descant.service.service import Service
+from descant.storage import PRIVATE, RESERVE, DataDirectory, private_directory
 from descant.wire.encode import encode
 
 log = logging.getLogger(__name__)
+
+DATABASE, CHECKPOINTS, SPILL, LOCK = "descant.db", "checkpoints", "spill", "lock"
+OWN = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CHECKPOINTS, SPILL, LOCK, RESERVE, FAILURE_FILE)
+"""What lies in ``data_dir``."""
+
 T = TypeVar("T")
 
 Started = Callable[[str, tuple[str, ...], Settings], None]
@@ -64,31 +74,45 @@ async def _run(settings: Settings, started: Started) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         stack.enter_context(only_server_of(settings.data_dir))
+        _remove_spilled(settings.data_dir)
         listener = stack.enter_context(listen(settings.server.host, settings.server.port))
+        data_dir = settings.data_dir
+        await asyncio.to_thread(check_database, data_dir / DATABASE, data_dir / CHECKPOINTS)  # models take long to load
         clock = SystemClock()
         machines = await _unless(stop, _machines(settings))
         if machines is None:
             return
         stack.push_async_callback(machines.close)
         specs = await machines.specs([base_spec(model, settings) for model in settings.models])
-        keepers = [Keeper(of_base, launch=machines.start, clock=clock, data_dir=settings.data_dir) for of_base in specs]
-        for keeper in keepers:
-            stack.push_async_callback(keeper.close)
-            if await _unless(stop, keeper.start()) is None:
+        failures = Failures(settings.data_dir, clock)
+        supervisors = [
+            Supervisor(
+                [replica_spec(spec, launch=machines.start) for spec in of_base],
+                clock=clock,
+                rebalance_interval_s=settings.parallel.rebalance_interval_s,
+                record=failures.record,
+                scratch=settings.data_dir,
+            )
+            for of_base in specs
+        ]
+        for supervisor in supervisors:
+            stack.push_async_callback(supervisor.close)
+            if await _unless(stop, supervisor.start()) is None:
                 return
-        backends = [keeper.backend for keeper in keepers]
         service = await stack.enter_async_context(
             serving(
                 settings,
-                backends,
+                [backend_of(supervisor) for supervisor in supervisors],
                 listener,
-                ready=lambda: _awaited(keepers),
-                missing=lambda: _missing(keepers),
-                report=lambda: _report(keepers, settings),
+                ready=lambda: _awaited(supervisors),
+                missing=lambda: _missing(supervisors),
+                report=lambda: _report(supervisors, failures, settings),
             )
         )
-        for keeper in keepers:
-            keeper.watch(service)
+        for supervisor in supervisors:
+            supervisor.watch(partial(service.backend_restarted, supervisor.trainer.facts.name))
+        gc.collect()
+        gc.freeze()  # what has been imported stays: no collection that falls into a request walks through it
         started(url(listener), settings.models, settings)
         await stop.wait()
 
@@ -136,163 +160,55 @@ async def _machines(settings: Settings) -> Machines:
 def base_spec(model: str, settings: Settings) -> RankSpec:
     """Of any rank of a base."""
     return RankSpec(
-        model=model, settings=settings.rank, losses=settings.losses, spill_dir=str(settings.data_dir / "spill")
+        model=model, settings=settings.replica, losses=settings.losses, spill_dir=str(settings.data_dir / SPILL)
     )
 
 
+def replica_spec(spec: RankSpec, *, launch: Launcher = start_processes) -> ReplicaSpec:
+    """A replica whose ranks ``launch`` starts."""
+    return ReplicaSpec(
+        name=spec.label or spec.model,
+        roles=spec.roles,
+        start=lambda on_phase, on_death: Replica.start(spec, launch=launch, on_phase=on_phase, on_death=on_death),
+    )
+
+
+def backend_of(supervisor: Supervisor) -> Backend:
+    """Of one that has started."""
+    return Backend(facts=supervisor.trainer.facts, trainer=supervisor.trainer, engine=supervisor.engine)
+
+
+def _remove_spilled(data_dir: Path) -> None:
+    """What ranks of an earlier server have left, also of bases and replicas that there are no more. Ranks that are
+    started again remove their own."""
+    for left in (data_dir / SPILL).iterdir():
+        shutil.rmtree(left, ignore_errors=True)
+
+
 # --------------------------------------------------------------------------------------------------------------------
-# Ranks that are kept alive
+# What happened to them
 
 
-class Keeper:
-    """One base's replicas, kept alive: after a rank's death what it held is lost, and a new rank is started, again and
-    again until one serves. The other replicas go on meanwhile."""
+class Failures:
+    """The last failure of each replica: for ``descant doctor``, the last of all also when there is no server any
+    more."""
 
-    def __init__(self, specs: Sequence[RankSpec], *, launch: Launcher, clock: Clock, data_dir: Path):
-        """One spec a replica, and what starts their ranks. The last failure is kept in ``data_dir``."""
-        self._specs = specs
-        self._launch = launch
-        self._failure_file = data_dir / FAILURE_FILE
-        self._failures: dict[int, LastFailure] = {}
+    def __init__(self, data_dir: Path, clock: Clock):
+        self._file = data_dir / FAILURE_FILE
         self._clock = clock
-        self._replicas: ReplicaSet | None = None
-        self._died = [asyncio.Event() for _ in self._specs]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._last: dict[str, LastFailure] = {}
 
-    async def start(self) -> ReplicaSet:
-        self._replicas = await ReplicaSet.start(
-            self._specs, launch=self._launch, on_phase=self._say, on_death=lambda index: self._died[index].set()
-        )
-        return self._replicas
-
-    @property
-    def backend(self) -> Backend:
-        assert self._replicas is not None
-        return Backend(facts=self._replicas.facts, trainer=self._replicas, engine=self._replicas)
-
-    @property
-    def serving(self) -> bool:
-        """Whether any replica does."""
-        return self._replicas is not None and self._replicas.serving
-
-    @property
-    def missing(self) -> str | None:
-        """Which replicas do not serve, in a sentence."""
-        missing = range(len(self._specs)) if self._replicas is None else self._replicas.missing
-        names = " and ".join(self._name(index) for index in missing)
-        return f"{names} {'is' if len(missing) == 1 else 'are'} being started again" if missing else None
-
-    def watch(self, service: Service) -> None:
-        assert self._replicas is not None
-        self._tasks = [
-            asyncio.create_task(self._watch(index, service), name=f"keeper of {self._name(index)}")
-            for index in range(len(self._specs))
-        ]
-        if len(self._specs) > 1:
-            self._tasks.append(asyncio.create_task(self._rebalance(self._replicas)))
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        if self._replicas is not None:
-            await self._replicas.close()
-
-    async def _watch(self, index: int, service: Service) -> None:
-        replicas = self._replicas
-        assert replicas is not None
-
-        async def lose() -> None:
-            if (death := replicas.members[index].death) is not None:
-                await self._record(index, death)
-            lost = replicas.bury(index)
-            await service.backend_restarted(replicas.facts.name, models=lost.models, versions=lost.versions)
-
-        async def restart() -> None:
-            try:
-                await replicas.restart(index, on_phase=partial(self._say, index))
-            except DescantError as error:
-                await self._record(index, Death(message=f"it could not be started again: {error}"))
-                raise
-
-        await keep_alive(self._died[index], lose=lose, restart=restart, name=self._name(index), clock=self._clock)
-
-    async def _record(self, index: int, death: Death) -> None:
-        """For ``descant doctor``, also one that comes when there is no server any more."""
-        failure = LastFailure(at=self._clock.now(), who=self._called(index), death=death)
-        self._failures[index] = failure
+    async def record(self, name: str, death: Death) -> None:
+        failure = self._last[name] = LastFailure(at=self._clock.now(), who=name, death=death)
         try:
-            await asyncio.to_thread(failure.write, self._failure_file)
+            await asyncio.to_thread(failure.write, self._file)
         except OSError as error:
-            log.warning("the last failure could not be written to %s: %s", self._failure_file, error)
+            log.warning("the last failure could not be written to %s: %s", self._file, error)
 
-    def report(self) -> list[ReplicaReport]:
-        """Of each replica, once they have started. Anybody with a key may read it, so what ranks have printed is not in
-        it: that may be about anybody's requests."""
-        assert self._replicas is not None
-        return [
-            ReplicaReport(
-                name=self._called(index), health=member.health, last_failure=self._failures.get(index)
-            ).without_last_lines()
-            for index, member in enumerate(self._replicas.members)
-        ]
-
-    async def _rebalance(self, replicas: ReplicaSet) -> None:
-        while True:
-            await self._clock.sleep(self._specs[0].settings.rebalance_interval_s)
-            try:
-                await replicas.rebalance()
-            except Exception:
-                log.exception("adapters could not be moved")
-
-    def _say(self, index: int, phase: str) -> None:
-        log.info("%s: %s", self._name(index), phase)
-
-    def _name(self, index: int) -> str:
-        return f"the rank of {self._called(index)}"
-
-    def _called(self, index: int) -> str:
-        return self._specs[index].label or self._specs[index].model
-
-
-MAX_PAUSE_S = 60.0
-
-
-async def keep_alive(
-    died: asyncio.Event,
-    *,
-    lose: Callable[[], Awaitable[None]],
-    restart: Callable[[], Awaitable[None]],
-    name: str,
-    clock: Clock,
-) -> None:
-    """For ever: after each death ``lose`` at once, so that whoever calls on what was lost is told so meanwhile, then
-    ``restart`` until it succeeds. Pauses double from 1 s to a minute, from one failure to the next and from one early
-    death to the next; after a life longer than a minute there is none."""
-    pause_s, served_since = 0.0, clock.monotonic()
-    while True:
-        await died.wait()
-        died.clear()
-        try:
-            await lose()
-        except Exception:
-            log.exception("the loss of %s could not be written down", name)
-        pause_s = 0.0 if clock.monotonic() - served_since > MAX_PAUSE_S else _longer(pause_s)
-        while True:
-            await clock.sleep(pause_s)
-            try:
-                await restart()
-                break
-            except DescantError as error:
-                log.error("%s; trying again", error)
-                pause_s = _longer(pause_s)
-        log.warning("%s serves again", name)
-        served_since = clock.monotonic()
-
-
-def _longer(pause_s: float) -> float:
-    return min(MAX_PAUSE_S, 2 * pause_s or 1.0)
+    def report(self, name: str, health: Health) -> ReplicaReport:
+        """Any key may read it, so what ranks have printed is not in it: that may be about any owner's
+        requests."""
+        return ReplicaReport(name=name, health=health, last_failure=self._last.get(name)).without_last_lines()
 
 
 def num_cores() -> int:
@@ -318,20 +234,20 @@ def visible_gpus(device: str) -> tuple[str, ...]:
     return tuple(names)[:count]
 
 
-def _awaited(keepers: Sequence[Keeper]) -> str | None:
+def _awaited(supervisors: Sequence[Supervisor]) -> str | None:
     """Why not everything that is served can be asked for."""
-    return next((keeper.missing for keeper in keepers if not keeper.serving), None)
+    return next((supervisor.missing for supervisor in supervisors if not supervisor.serving), None)
 
 
-def _missing(keepers: Sequence[Keeper]) -> str | None:
+def _missing(supervisors: Sequence[Supervisor]) -> str | None:
     """What is slower or fuller than it should be."""
-    return "; ".join(keeper.missing for keeper in keepers if keeper.missing is not None) or None
+    return "; ".join(supervisor.missing for supervisor in supervisors if supervisor.missing is not None) or None
 
 
-def _report(keepers: Sequence[Keeper], settings: Settings) -> Mapping[str, Any]:
+def _report(supervisors: Sequence[Supervisor], failures: Failures, settings: Settings) -> Mapping[str, Any]:
     """What ``descant doctor`` reads."""
-    replicas = [replica for keeper in keepers for replica in keeper.report()]
-    return Report(turn_timeout_s=settings.rank.turn_timeout_s, replicas=replicas).to_json()
+    replicas = [failures.report(*replica) for supervisor in supervisors for replica in supervisor.health()]
+    return ServerReport(turn_timeout_s=settings.rank.turn_timeout_s, replicas=replicas).to_json()
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
@@ -364,28 +280,35 @@ async def serving(
     """Answers on ``listener`` inside the block. At its end open long polls are answered, requests that work have
     ``server.graceful_stop_s``, and the stores are closed. ``ready``: what is awaited, or None; ``missing``: what is
     missing though requests can be served, or None; ``report``: for ``descant doctor``."""
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    settings.data_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     clock = SystemClock()
+    storage = DataDirectory(settings.data_dir)
+    await asyncio.to_thread(storage.look)
     async with AsyncExitStack() as stack:
-        database = await Database.open(settings.data_dir / "descant.db")
+        database = await Database.open(settings.data_dir / DATABASE, storage)
         stack.push_async_callback(database.close)
+        futures = SqlFutureStore(database, clock)
         service = Service(
             backends=backends,
-            futures=SqlFutureStore(database, clock),
-            checkpoints=DirCheckpointStore(settings.data_dir / "checkpoints"),
-            catalogue=Catalogue(database),
+            futures=futures,
+            checkpoints=DirCheckpointStore(settings.data_dir / CHECKPOINTS),
+            registry=Registry(database),
             clock=clock,
             encode=encode,
             settings=settings.service,
+            quotas=settings.quota.of_disk(shutil.disk_usage(settings.data_dir).total),
+            trouble=lambda: storage.trouble,
         )
         await service.start()
         stack.push_async_callback(service.close)
+        watch = asyncio.create_task(_watch_storage(storage, database, futures, clock), name="watch of data_dir")
+        stack.push_async_callback(_end, watch)
         app = create_app(
             service,
             auth=Keys(settings.owners_by_key()),
-            ready=ready,
+            ready=lambda: ready() or storage.trouble,
             missing=missing,
-            report=report,
+            report=lambda: {**report(), "storage": storage.trouble},
             settings=settings.http,
         )
         server = _Server(app, graceful_stop_s=settings.server.graceful_stop_s)
@@ -395,6 +318,28 @@ async def serving(
         if task.done():
             raise ServerError("the HTTP server ended before it answered")
         yield service
+
+
+LOOK_INTERVAL_S = 1.0
+
+
+async def _watch_storage(storage: DataDirectory, database: Database, futures: SqlFutureStore, clock: Clock) -> None:
+    """For ever: sees whether there is room, and where something could not be written, tries again."""
+    while True:
+        await clock.sleep(LOOK_INTERVAL_S)
+        try:
+            await asyncio.to_thread(storage.look)
+            if futures.has_unsaved:
+                await futures.save_unsaved()
+            elif storage.unwritten:
+                await database.probe()
+        except Exception:
+            log.exception("the data directory could not be looked at")
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 class _Server(HttpServer):
@@ -424,7 +369,7 @@ async def _stop(server: HttpServer, task: asyncio.Task[None]) -> None:
 
 @contextmanager
 def listen(host: str, port: int) -> Iterator[socket.socket]:
-    """A bound socket, held from before the models load, so that nobody else takes the port meanwhile."""
+    """A bound socket, held from before the models load, so that no other process takes the port meanwhile."""
     try:
         listener = bind(host, port)
     except OSError as error:
@@ -444,10 +389,17 @@ def url(listener: socket.socket) -> str:
 
 @contextmanager
 def only_server_of(data_dir: Path) -> Iterator[None]:
-    """Locks the directory: two servers on one would answer each other's ids. The system unlocks when a process dies."""
+    """Makes the directory, closes it to others, and locks it: two servers on one would answer each other's ids. The
+    system unlocks when a process dies. Transfers that earlier processes left are removed."""
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
-        lock = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        left = list(data_dir.glob(f"{TRANSFER}*"))
+        private_directory(data_dir, {*OWN, *(path.name for path in left)})
+        private_directory(data_dir / CHECKPOINTS)
+        private_directory(data_dir / SPILL)
+        for file in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", FAILURE_FILE):
+            if (data_dir / file).exists():
+                (data_dir / file).chmod(0o600)
+        lock = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UserError(f"cannot use {data_dir} as data_dir: {error.strerror}") from None
     try:
@@ -457,6 +409,8 @@ def only_server_of(data_dir: Path) -> Iterator[None]:
             raise UserError(
                 f"another server uses {data_dir}; stop it, or choose another directory with --set data_dir=DIR"
             ) from None
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
         yield
     finally:
         os.close(lock)

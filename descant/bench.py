@@ -1,6 +1,6 @@
 """Measurements, each beside its baseline in the same run, alternated, medians of both.
 
-``limit`` is what the frozen linear layers alone allow on this machine: their matrix products, timed in the same run,
+``roofline`` is what the frozen linear layers alone allow on this machine: their matrix products, timed in the same run,
 with nothing in between. A fraction of 1 would mean that attention, adapters, sampling and Python cost nothing.
 """
 
@@ -38,7 +38,7 @@ SAMPLE_RANK = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BenchRow:
     id: str
     what: str
     value: float
@@ -46,8 +46,8 @@ class Row:
     baseline: float
     ratio: float
     """value / baseline"""
-    limit: float
-    fraction_of_limit: float
+    roofline: float
+    fraction_of_roofline: float
     device: str
     torch: str
 
@@ -60,18 +60,18 @@ class Bench:
     model: BaseModel
     plain: Any
 
-    def row(self, *, id: str, what: str, unit: str, value: float, baseline: float, limit: float) -> Row:
+    def row(self, *, id: str, what: str, unit: str, value: float, baseline: float, roofline: float) -> BenchRow:
         import torch
 
-        return Row(
+        return BenchRow(
             id=id,
             what=what,
             unit=unit,
             value=value,
             baseline=baseline,
             ratio=value / baseline,
-            limit=limit,
-            fraction_of_limit=value / limit,
+            roofline=roofline,
+            fraction_of_roofline=value / roofline,
             device=_device(self.model),
             torch=torch.__version__,
         )
@@ -104,8 +104,8 @@ def _prepare(name: str) -> Bench:
     return Bench(source=source, model=model, plain=plain.to(model.device).eval())
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(Column("id", no_wrap=True), "value", "unit", "baseline", "ratio", "limit", "of limit")
+def _table(rows: Sequence[BenchRow]) -> Table:
+    table = Table(Column("id", no_wrap=True), "value", "unit", "baseline", "ratio", "roofline", "of roofline")
     for row in rows:
         table.add_row(
             row.id,
@@ -113,8 +113,8 @@ def _table(rows: Sequence[Row]) -> Table:
             row.unit,
             f"{row.baseline:.0f}",
             f"{row.ratio:.2f}",
-            f"{row.limit:.0f}",
-            f"{row.fraction_of_limit:.0%}",
+            f"{row.roofline:.0f}",
+            f"{row.fraction_of_roofline:.0%}",
         )
     if rows:
         table.caption = f"{rows[0].device}, torch {rows[0].torch}; medians of {ROUNDS} alternated rounds"
@@ -191,13 +191,15 @@ def _linear_products(plain: Any, num_tokens: int, *, backward: bool) -> Callable
 # The measurements
 
 
-def train_tokens_per_s(bench: Bench) -> Row:
+def train_tokens_per_s(bench: Bench) -> BenchRow:
     """One adapter, ``forward_backward`` and ``optim_step``, against a plain transformers + peft loop on one batch."""
     import numpy as np
     import torch
 
-    from descant.train.step import Learner, Part
-    from descant.types import AdamParams, Datum, EncodedText, ForwardBackward, LoraConfig
+    from descant.train.passes import TorchPassRunner
+    from descant.train.requests import Learner
+    from descant.train.runner import Part
+    from descant.types import AdamParams, Datum, EncodedText, ForwardBackward, Lora
 
     try:
         import peft
@@ -208,8 +210,8 @@ def train_tokens_per_s(bench: Bench) -> Row:
     tokens = generator.integers(0, model.facts.vocab_size, (NUM_SEQUENCES, SEQUENCE_TOKENS + 1), dtype=np.int64)
 
     model_id = "bench:train:0"
-    model.bank.create(model_id, LoraConfig(rank=RANK, seed=0, train_unembed=False))
-    learner = Learner(model)
+    model.bank.create(model_id, Lora(rank=RANK, seed=0, train_unembed=False))
+    learner = Learner(TorchPassRunner(model))
     data = tuple(
         Datum(
             model_input=(EncodedText(tokens=row[:-1].astype(np.int32)),),
@@ -227,7 +229,7 @@ def train_tokens_per_s(bench: Bench) -> Row:
         learner.optim_step(model_id, AdamParams(learning_rate=1e-5))
 
     num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
-    limit = _linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
+    roofline = _linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
     config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
     adapted: Any = peft.get_peft_model(bench.plain, config)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
@@ -242,7 +244,7 @@ def train_tokens_per_s(bench: Bench) -> Row:
         optimizer.zero_grad(set_to_none=True)
 
     try:
-        seconds = medians(alternate({"baseline": theirs, "value": ours, "limit": limit}, device))
+        seconds = medians(alternate({"baseline": theirs, "value": ours, "roofline": roofline}, device))
     finally:
         adapted.unload()
         model.bank.delete(model_id)
@@ -253,28 +255,29 @@ def train_tokens_per_s(bench: Bench) -> Row:
         unit="tokens/s",
         value=num_tokens / seconds["value"],
         baseline=num_tokens / seconds["baseline"],
-        limit=num_tokens / seconds["limit"],
+        roofline=num_tokens / seconds["roofline"],
     )
 
 
-class _Sampling:
+class _SampleWorkload:
     """Batches of ``NUM_SEQUENCES`` equal prompts through the scheduler and the sampler."""
 
     def __init__(self, model: BaseModel):
         import numpy as np
 
-        from descant.model.passes import PAGE_TOKENS
-        from descant.sample.scheduler import SampleLimits, Scheduler
-        from descant.sample.step import Sampler
+        from descant.model.forward_batch import PAGE_TOKENS
+        from descant.sample.plan import SampleLimits
+        from descant.sample.runner import Sampler
+        from descant.sample.scheduler import Scheduler
 
         size = (NUM_SEQUENCES, SAMPLE_PROMPT_TOKENS)
         self.prompts = np.random.default_rng(0).integers(0, model.facts.vocab_size, size, dtype=np.int32)
         num_pages = 2 * NUM_SEQUENCES * (1 + (SAMPLE_PROMPT_TOKENS + SAMPLE_TOKENS) // PAGE_TOKENS)
         limits = SampleLimits(
-            max_running=NUM_SEQUENCES,
+            max_num_seqs=NUM_SEQUENCES,
             num_pages=num_pages,
-            step_tokens=NUM_SEQUENCES * SAMPLE_PROMPT_TOKENS,
-            max_waiting=NUM_SEQUENCES,
+            max_num_batched_tokens=NUM_SEQUENCES * SAMPLE_PROMPT_TOKENS,
+            max_queued_requests=NUM_SEQUENCES,
             max_context_length=model.facts.max_context_length,
             vocab_size=model.facts.vocab_size,
             eos_token_ids=model.facts.eos_token_ids,
@@ -289,7 +292,7 @@ class _Sampling:
         from descant.types import EncodedText, SampleRequest, SamplingParams
 
         for prompt, version in zip(self.prompts, itertools.cycle(versions)):
-            self._sampler.acquire(version)
+            self._sampler.pin(version)
             request = SampleRequest(
                 request_id=f"bench-{next(self._numbers)}",
                 version=version,
@@ -301,25 +304,25 @@ class _Sampling:
         while (plan := self._scheduler.plan()) is not None:
             self._scheduler.apply(plan, self._sampler.step(plan))
         for _, version in zip(self.prompts, itertools.cycle(versions)):
-            self._sampler.release(version)
+            self._sampler.unpin(version)
 
 
-def _sampling_limit(bench: Bench) -> Callable[[], None]:
+def _sampling_roofline(bench: Bench) -> Callable[[], None]:
     step = _linear_products(bench.plain, NUM_SEQUENCES, backward=False)
 
-    def limit() -> None:
+    def roofline() -> None:
         for _ in range(SAMPLE_TOKENS):
             step()
 
-    return limit
+    return roofline
 
 
-def sample_tokens_per_s(bench: Bench) -> Row:
+def sample_tokens_per_s(bench: Bench) -> BenchRow:
     """A batch of equal prompts sampled from the base model, against ``transformers.generate`` on the same batch."""
     import torch
 
     model, device = bench.model, bench.model.device
-    sampling = _Sampling(model)
+    sampling = _SampleWorkload(model)
     inputs = torch.from_numpy(sampling.prompts.astype("int64")).to(device)
 
     @torch.inference_mode()
@@ -336,7 +339,7 @@ def sample_tokens_per_s(bench: Bench) -> Row:
             pad_token_id=model.facts.eos_token_ids[0],
         )
 
-    work = {"baseline": theirs, "value": lambda: sampling.run([None]), "limit": _sampling_limit(bench)}
+    work = {"baseline": theirs, "value": lambda: sampling.run([None]), "roofline": _sampling_roofline(bench)}
     seconds = medians(alternate(work, device))
     num_tokens = NUM_SEQUENCES * SAMPLE_TOKENS
     return bench.row(
@@ -346,32 +349,32 @@ def sample_tokens_per_s(bench: Bench) -> Row:
         unit="tokens/s",
         value=num_tokens / seconds["value"],
         baseline=num_tokens / seconds["baseline"],
-        limit=num_tokens / seconds["limit"],
+        roofline=num_tokens / seconds["roofline"],
     )
 
 
-def sample_adapters_tokens_per_s(bench: Bench) -> Row:
+def sample_adapters_tokens_per_s(bench: Bench) -> BenchRow:
     """The same batch with an adapter for each sequence, against the base model alone."""
     import torch
 
-    from descant.types import LoraConfig, Version
+    from descant.types import Lora, Version
 
     model, bank = bench.model, bench.model.bank
     versions: list[Version] = []
     for number in range(NUM_SEQUENCES):
         model_id = f"bench:sample:{number}"
-        bank.create(model_id, LoraConfig(rank=SAMPLE_RANK, seed=number))
+        bank.create(model_id, Lora(rank=SAMPLE_RANK, seed=number))
         generator = torch.Generator(model.device).manual_seed(number)
         bank.weights(model_id).normal_(std=0.01, generator=generator)
-        bank.refresh_work(model_id)
+        bank.refresh_compute(model_id)
         versions.append(Version(model_id=model_id, number=1))
         bank.publish(model_id, versions[-1])
         bank.delete(model_id)
-    sampling = _Sampling(model)
+    sampling = _SampleWorkload(model)
     work = {
         "baseline": lambda: sampling.run([None]),
         "value": lambda: sampling.run(versions),
-        "limit": _sampling_limit(bench),
+        "roofline": _sampling_roofline(bench),
     }
     try:
         seconds = medians(alternate(work, model.device))
@@ -385,11 +388,11 @@ def sample_adapters_tokens_per_s(bench: Bench) -> Row:
         unit="tokens/s",
         value=num_tokens / seconds["value"],
         baseline=num_tokens / seconds["baseline"],
-        limit=num_tokens / seconds["limit"],
+        roofline=num_tokens / seconds["roofline"],
     )
 
 
-MEASUREMENTS: Mapping[str, Callable[[Bench], Row]] = {
+MEASUREMENTS: Mapping[str, Callable[[Bench], BenchRow]] = {
     "train_tokens_per_s": train_tokens_per_s,
     "sample_tokens_per_s": sample_tokens_per_s,
     "sample_adapters_tokens_per_s": sample_adapters_tokens_per_s,

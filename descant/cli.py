@@ -1,5 +1,5 @@
-"""``descant serve | doctor | demo | bench``. Parses, prints, and turns every error into one sentence; the work is
-elsewhere.
+"""``descant serve | doctor | demo | bench | checkpoints``. Parses, prints, and turns every error into one sentence; the
+work is elsewhere.
 
 Exit codes: 0 done, 1 our fault or the machine's, 2 something to correct in what was asked. Ctrl-C and SIGTERM stop a
 server within ``server.graceful_stop_s``.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,10 +77,23 @@ def serve(
         check(settings)
     if not settings.models:
         raise click.UsageError("name a model to serve: smollm2, a directory, or a hub name")
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     from descant import app  # the web framework loads here, after what can be refused was refused
 
     app.run(settings, started=_print_started)
+
+
+class LogFormatter(logging.Formatter):
+    """Nobody whose text is logged (a name, a rank's last words) can begin a line, go back on one or colour it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = super().format(record).split("\n")
+        return "\n  ".join(_CONTROL.sub(lambda found: repr(found[0])[1:-1], line) for line in lines)
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def _print_started(url: str, models: tuple[str, ...], settings: Settings) -> None:
@@ -125,6 +139,95 @@ def bench(names: tuple[str, ...], json_file: Path | None, model: str) -> None:
     from descant.bench import run_bench
 
     run_bench(names, model=model, json_file=json_file)
+
+
+DATA_DIR = click.option(
+    "--data-dir", type=click.Path(path_type=Path), metavar="DIR", help="The server's.  [default: as serve's]"
+)
+
+
+@main.group()
+def checkpoints() -> None:
+    """Adapters that leave and come, with or without a server that runs."""
+
+
+@checkpoints.command("ls")
+@DATA_DIR
+@one_sentence
+def list_checkpoints(data_dir: Path | None) -> None:
+    """The checkpoints of a server, the newest first."""
+    from descant import checkpoints as module
+    from descant.types import Lora
+
+    for checkpoint in module.checkpoints(data_dir or Settings().data_dir):
+        manifest = checkpoint.manifest
+        trained = f"rank {manifest.trainable.rank}" if isinstance(manifest.trainable, Lora) else manifest.trainable.kind
+        print(f"{checkpoint.name.uri}\t{manifest.owner}\t{manifest.base}\t{trained}")
+
+
+@checkpoints.command("export")
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@click.argument("dest", metavar="DEST", type=click.Path(path_type=Path))
+@click.option("--merge", is_flag=True, help="Write the base with the adapter in its weights, instead of an adapter.")
+@click.option("--verify", is_flag=True, help="Load what was written, and compare its log-probabilities with ours.")
+@click.option("--tolerance", type=float, help="In nats.  [default: 0.001; merged into half precision 0.25]")
+@click.option("--base", metavar="MODEL", help="Where the base model is, if not where the checkpoint says.")
+@DATA_DIR
+@one_sentence
+def export_checkpoint(
+    checkpoint: str,
+    dest: Path,
+    merge: bool,
+    verify: bool,
+    tolerance: float | None,
+    base: str | None,
+    data_dir: Path | None,
+) -> None:
+    """Write CHECKPOINT (a tinker:// path, or its directory) to DEST, as PEFT and others read it."""
+    from descant import checkpoints as module
+
+    verdict = module.export(
+        checkpoint,
+        dest,
+        data_dir=data_dir or Settings().data_dir,
+        base=base,
+        merge=merge,
+        verify=verify,
+        tolerance=tolerance,
+    )
+    if verdict is not None:
+        print(
+            f"log-probabilities of {verdict.num_tokens} tokens differ by at most {verdict.difference:.2g} nats "
+            f"(allowed {verdict.tolerance:.2g}; the base alone {verdict.without:.2g})"
+        )
+        if not verdict.holds:
+            errors.print(f"descant: {dest} does not compute what was served", style="red", markup=False)
+            sys.exit(1)
+
+
+@checkpoints.command("import")
+@click.argument("directory", metavar="PEFT_DIR", type=click.Path(path_type=Path))
+@click.option("--base", metavar="MODEL", required=True, help="The base model, as serve is told it.")
+@click.option("--owner", metavar="NAME", help="Whose it will be, as in auth.keys.  [default: $TINKER_API_KEY's]")
+@click.option("--name", default="imported", show_default=True, help="The checkpoint's name.")
+@DATA_DIR
+@one_sentence
+def import_checkpoint(directory: Path, base: str, owner: str | None, name: str, data_dir: Path | None) -> None:
+    """Make a checkpoint of an adapter that PEFT has written. Prints its tinker:// path."""
+    from descant import checkpoints as module
+    from descant.server.auth import API_KEY_HEADER, Keys
+
+    if owner is None:
+        key = os.environ.get("TINKER_API_KEY")
+        if not key:
+            raise click.UsageError("say whose it will be: --owner with a name of auth.keys, or TINKER_API_KEY")
+        owner = Keys().principal({API_KEY_HEADER: key})
+    imported = module.import_peft(
+        directory, data_dir=data_dir or Settings().data_dir, base=base, owner=owner, name=name
+    )
+    for note in imported.notes:
+        errors.print(f"descant: {note}", markup=False)
+    print(imported.checkpoint.name.uri)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from descant.errors import UserError
-from descant.ranks.settings import LossSettings, RankSettings, RaySettings
-from descant.server.routes import ServerSettings as HttpSettings
-from descant.service.settings import ServiceSettings
+from descant.ranks.settings import (
+    LossSettings,
+    OffloadSettings,
+    ParallelSettings,
+    RankSettings,
+    RaySettings,
+    ReplicaSettings,
+    SampleSettings,
+    SpeculativeSettings,
+    TrainSettings,
+)
+from descant.server.connections import networks
+from descant.server.settings import HttpSettings
+from descant.service.settings import QuotaSettings, ServiceSettings
 
 API_KEY_PREFIX = "tml-"
 """The SDK refuses locally any key that does not begin so."""
@@ -52,14 +63,32 @@ class Settings:
     models: tuple[str, ...] = ()
     """``smollm2``, a directory, or a hub name, each served as a base of its own."""
     data_dir: Path = field(default_factory=lambda: default_data_dir())
-    """Checkpoints, results and the catalogue; one server at a time."""
+    """Checkpoints, results and the database; one server at a time."""
     server: ServerSettings = field(default_factory=ServerSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
     service: ServiceSettings = field(default_factory=ServiceSettings)
+    quota: QuotaSettings = field(default_factory=QuotaSettings)
     rank: RankSettings = field(default_factory=RankSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
+    speculative: SpeculativeSettings = field(default_factory=SpeculativeSettings)
+    offload: OffloadSettings = field(default_factory=OffloadSettings)
     ray: RaySettings = field(default_factory=RaySettings)
     losses: LossSettings = field(default_factory=LossSettings)
+
+    @property
+    def replica(self) -> ReplicaSettings:
+        """What travels to every rank."""
+        return ReplicaSettings(
+            rank=self.rank,
+            parallel=self.parallel,
+            train=self.train,
+            sample=self.sample,
+            speculative=self.speculative,
+            offload=self.offload,
+        )
 
     def owners_by_key(self) -> Mapping[str, str]:
         """API key to owner's name, from ``auth.keys`` and ``auth.keys_file``. Empty: open. Raises ``UserError``."""
@@ -113,6 +142,10 @@ def check(settings: Settings) -> None:
     server = settings.server
     if not 0 <= server.port <= 65535:
         raise UserError(f"server.port is {server.port}, expected 0 to 65535 (0: the system chooses)")
+    try:
+        networks(settings.http.trusted_proxies)
+    except UserError as error:
+        raise UserError(f"http.trusted_proxies: {error}") from None
     if settings.http.long_poll_s > 40:
         raise UserError(f"http.long_poll_s is {settings.http.long_poll_s}, expected at most 40 (the SDK waits 45 s)")
     if not settings.owners_by_key() and not is_loopback(server.host):
@@ -120,10 +153,22 @@ def check(settings: Settings) -> None:
             f"server.host is {server.host!r}, which others can reach, and there are no API keys: "
             "set auth.keys or auth.keys_file, or serve on 127.0.0.1"
         )
-    if settings.rank.deterministic and settings.rank.drafter != "none":
+    if settings.sample.batch_invariant and settings.speculative.method != "none":
         raise UserError(
-            f"rank.drafter is {settings.rank.drafter!r} and rank.deterministic is true: guesses are computed together, "
-            "drawn tokens one by one; set one of the two"
+            f"speculative.method is {settings.speculative.method!r} and sample.batch_invariant is true: draft tokens "
+            "are computed together, output tokens one by one; set one of the two"
+        )
+    parallel = settings.parallel
+    if (parallel.train_replicas is None) != (parallel.sample_replicas is None):
+        there, absent = ("train", "sample") if parallel.sample_replicas is None else ("sample", "train")
+        raise UserError(
+            f"parallel.{there}_replicas is set and parallel.{absent}_replicas is not: set both, or neither for "
+            "replicas that do both (parallel.replicas)"
+        )
+    if parallel.replicas is not None and parallel.train_replicas is not None:
+        raise UserError(
+            "parallel.replicas is set beside parallel.train_replicas and parallel.sample_replicas: set it for replicas "
+            "that do both, or the two others for replicas that do one"
         )
     if len(set(settings.models)) != len(settings.models):
         raise UserError(f"models names a model twice: {', '.join(settings.models)}")
@@ -219,10 +264,16 @@ def _replace(tree: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _unknown(key: str, where: str) -> UserError:
+    """Names the setting of the same last word, whatever its group; else the nearest: of a dotted key by its last word.
+    Two groups that have that word are both named."""
     known = [name for name, _ in leaves(Settings())]
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    last = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    return UserError(f"{where}: there is no setting {key!r}; the nearest is {(last or near)[0]!r}")
+    group, _, word = key.rpartition(".")
+    by_word = {name: name.rpartition(".")[2] for name in known}
+    if word not in by_word.values() and group:
+        [word] = difflib.get_close_matches(word, by_word.values(), n=1, cutoff=0.0)
+    same = [name for name in known if by_word[name] == word]
+    near = same or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return UserError(f"{where}: there is no setting {key!r}; the nearest is {' or '.join(map(repr, near))}")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """``descant doctor``: what every replica of a server does, and how the last one that failed did.
 
-A live server is asked over HTTP (``Report``); without one, its data directory still has the last failure
-(``LastFailure``, in ``last-failure.json``), and a directory of a distributed run has its referee's ``failure.json``.
+A live server is asked over HTTP (``ServerReport``); without one, its data directory still has the last failure
+(``LastFailure``, in ``last-failure.json``), and a directory of several ranks has the coordinator's ``failure.json``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from descant.ckpt.manifest import fsync_directory
-from descant.dist.failure import DistributedFailure, read_report
+from descant.distributed.failure import DistributedFailure, read_report
 from descant.errors import ServerError, UserError
 from descant.ranks.health import Death, Health
 
@@ -36,34 +36,38 @@ class LastFailure:
     death: Death
 
     def to_json(self) -> dict[str, Any]:
-        verdict = self.death.verdict
+        failure = self.death.failure
         return {
             "at": self.at,
             "who": self.who,
             "message": self.death.message,
             "last_lines": self.death.last_lines,
-            "verdict": None if verdict is None else verdict.to_json(),
+            "failure": None if failure is None else failure.to_json(),
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> LastFailure:
-        verdict = value["verdict"]
+        failure = value["failure"]
         death = Death(
             message=value["message"],
             last_lines=value["last_lines"],
-            verdict=None if verdict is None else DistributedFailure.from_json(verdict),
+            failure=None if failure is None else DistributedFailure.from_json(failure),
         )
         return cls(at=value["at"], who=value["who"], death=death)
 
     def write(self, path: Path) -> None:
         """Over an older one; durable before it returns. Raises ``OSError``."""
         partial = path.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", opener=_private) as file:  # it has lines that ranks have printed
             json.dump(self.to_json(), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
         fsync_directory(path.parent)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +86,18 @@ class ReplicaReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a server says of its replicas. ``turn_timeout_s``: after that a turn is ended."""
+class ServerReport:
+    """What a server says of its replicas. ``turn_timeout_s``: after that a turn is ended. ``storage``: why its data
+    directory takes nothing new, None where it does."""
 
     turn_timeout_s: float
     replicas: Sequence[ReplicaReport]
+    storage: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "turn_timeout_s": self.turn_timeout_s,
+            "storage": self.storage,
             "replicas": [
                 {
                     "name": replica.name,
@@ -102,7 +109,7 @@ class Report:
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Report:
+    def from_json(cls, value: Mapping[str, Any]) -> ServerReport:
         replicas = [
             ReplicaReport(
                 name=replica["name"],
@@ -113,14 +120,16 @@ class Report:
             )
             for replica in value["replicas"]
         ]
-        return cls(turn_timeout_s=value["turn_timeout_s"], replicas=replicas)
+        return cls(turn_timeout_s=value["turn_timeout_s"], replicas=replicas, storage=value["storage"])
 
     def wrong(self) -> list[str]:
-        """What somebody should look at, in sentences. A failure that is over is not wrong."""
-        found = []
+        """What the operator should look at, in sentences. A failure that is over is not wrong."""
+        found = [] if self.storage is None else [self.storage]
         for replica in self.replicas:
             health = replica.health
-            if health.state != "serving":
+            if health.state == "stopped":
+                found.append(f"{replica.name} is stopped by a signal; SIGCONT lets its processes go on")
+            elif health.state != "serving":
                 found.append(f"{replica.name} is {health.state}")
             elif health.runs and health.runs_s > self.turn_timeout_s / 2:
                 found.append(
@@ -134,14 +143,14 @@ class Report:
 # The command
 
 
-def ask(url: str, api_key: str) -> Report:
+def ask(url: str, api_key: str) -> ServerReport:
     """A live server's. Raises ``UserError`` for a server that is not there or a key that it does not know."""
     request = urllib.request.Request(url.rstrip("/") + ROUTE, headers={"X-API-Key": api_key})
     # A proxy is for the world outside; a server is asked where it is.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
-            return Report.from_json(json.load(answer))
+            return ServerReport.from_json(json.load(answer))
     except urllib.error.HTTPError as error:
         raise UserError(f"the server at {url} answered {error.code}: {_detail(error)}") from None
     except (OSError, http.client.HTTPException) as error:
@@ -174,7 +183,7 @@ def last_failure_in(directory: Path) -> Sequence[str] | None:
     return None
 
 
-def lines_of(report: Report) -> Iterator[str]:
+def lines_of(report: ServerReport) -> Iterator[str]:
     for replica in report.replicas:
         health = replica.health
         yield f"{replica.name}: {health.state} on {health.device}"
@@ -182,7 +191,7 @@ def lines_of(report: Report) -> Iterator[str]:
             yield f"  rank {rank}: process {pid}" + (f" on {node}" if node else "")
         if health.state == "serving":
             yield f"  runs {health.runs}, for {health.runs_s:.0f} s" if health.runs else "  idle"
-            yield f"  open requests: {health.num_commands} commands, {health.num_samplings} samplings"
+            yield f"  open requests: {health.num_commands} commands, {health.num_sample_requests} sample requests"
         if replica.last_failure is not None:
             yield from (f"  {line}" for line in _of_failure(replica.last_failure))
 
@@ -190,8 +199,8 @@ def lines_of(report: Report) -> Iterator[str]:
 def _of_failure(failure: LastFailure) -> Iterator[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.at))
     yield f"last failure, {when}: {failure.death.message}"
-    if failure.death.verdict is not None:
-        yield from (f"  {line}" for line in failure.death.verdict.report().splitlines())
+    if failure.death.failure is not None:
+        yield from (f"  {line}" for line in failure.death.failure.report().splitlines())
     if failure.death.last_lines:
         yield "  its last lines:"
         yield from (f"    {line}" for line in failure.death.last_lines.splitlines())

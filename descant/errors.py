@@ -3,12 +3,16 @@
     DescantError
     ├─ UserError            400  the caller sent something that cannot be done; nothing was changed
     │  ├─ Unauthorized      401
+    │  ├─ QuotaExceeded     403  an owner has as much as one may have; says of what, and what makes room
     │  ├─ NotFound          404
-    │  └─ Gone              410  a session that is over
+    │  ├─ Gone              410  a session that is over
+    │  └─ Damaged           400  a checkpoint that cannot be read, or whose files are not what was saved
     ├─ Overloaded           429  try again later; ``retry_after_s``
     └─ ServerError          500  our fault or the machine's
+       ├─ CannotStore       400  the data directory takes nothing: it is full, or cannot be written. No 5xx: those
+       │                         clients send again and again without a word
        ├─ RankDied          500  a rank ended or stopped answering; names the rank and what it ran
-       ├─ DistributedFailure 500 (``dist.failure``) ranks failed together: who, where, why, the same on each of them
+       ├─ DistributedFailure 500 (``distributed.failure``) ranks failed together: who, where, why, the same on each
        └─ Lost              500  work or a model that did not survive a restart; names where to resume
 
 ``category`` is the word the Tinker protocol puts into a failed future ("user" or "server"). All of them pickle,
@@ -41,12 +45,20 @@ class Unauthorized(UserError):
     http_status = 401
 
 
+class QuotaExceeded(UserError):
+    http_status = 403
+
+
 class NotFound(UserError):
     http_status = 404
 
 
 class Gone(UserError):
     http_status = 410
+
+
+class Damaged(UserError):
+    pass
 
 
 class Overloaded(DescantError):
@@ -62,6 +74,10 @@ class Overloaded(DescantError):
 
 class ServerError(DescantError):
     pass
+
+
+class CannotStore(ServerError):
+    http_status = 400
 
 
 class RankDied(ServerError):

@@ -9,8 +9,8 @@ Array legend: L tokens of a datum's model input, N a prompt's tokens, S sampled 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class EncodedText:
 
 
 Chunk = EncodedText
-"""Images and audio will join this union; until then ``wire`` refuses them."""
+"""Images and audio will join this union; until then ``wire`` rejects them."""
 
 ModelInput = tuple[Chunk, ...]
 
@@ -80,13 +80,66 @@ LOSS_FN_INPUTS: Mapping[str, tuple[str, ...]] = {
 """The losses served, and the arrays each takes. ``weights`` may be left out (ones)."""
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# What of a model is trained, and how
+
+
+TrainableKind = Literal["lora", "full"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraConfig:
+class Lora:
+    """An adapter beside the base's own weights, which stay as they are: A and B of ``rank`` at each chosen layer."""
+
+    kind: ClassVar[TrainableKind] = "lora"
+
     rank: int = 32
     seed: int | None = None
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Full:
+    """All of the base's own weights, from what they are: nothing to choose, so no field. No rank trains it yet
+    (``ModelFacts.trains``), and no request of the wire asks for it."""
+
+    kind: ClassVar[TrainableKind] = "full"
+
+
+Trainable: TypeAlias = Lora | Full
+
+
+def same_shape(one: Trainable, other: Trainable) -> bool:
+    """Whether weights of one can be loaded into the other: they differ at most in the seed."""
+    if isinstance(one, Lora) and isinstance(other, Lora):
+        return replace(one, seed=None) == replace(other, seed=None)
+    return one == other
+
+
+def describe(trainable: Trainable) -> str:
+    """The shape, as a message has it: ``rank 8 with train_attn, train_mlp``."""
+    if not isinstance(trainable, Lora):
+        return "all of the base's weights"
+    chosen = [name for name in ("train_attn", "train_mlp", "train_unembed") if getattr(trainable, name)]
+    return f"rank {trainable.rank} with {', '.join(chosen)}"
+
+
+def trainable_to_json(trainable: Trainable) -> dict[str, Any]:
+    """The form in which it is stored, in manifests and in the database: its fields, and its kind as ``kind``."""
+    return {"kind": trainable.kind, **asdict(trainable)}
+
+
+def trainable_from_json(fields: Mapping[str, Any]) -> Trainable:
+    """Raises ``KeyError``, ``TypeError`` or ``ValueError`` for what is no such form."""
+    others = {name: value for name, value in fields.items() if name != "kind"}
+    match fields["kind"]:
+        case Lora.kind:
+            return Lora(**others)
+        case Full.kind:
+            return Full(**others)
+    raise ValueError(f"kind is {fields['kind']!r}, expected {Lora.kind!r} or {Full.kind!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +162,13 @@ class AdamParams:
 class ModelFacts:
     """What the layers above the ranks may know of a base model.
 
-    ``name`` is what clients call it and what the SDK can load a tokenizer from; ``aliases`` are accepted as well.
+    ``name`` is what clients call it and what the SDK can load a tokenizer from. ``aliases`` are accepted as well, and
+    ``short_names``, from which no tokenizer loads, where the answer names the base.
     """
 
     name: str
     aliases: tuple[str, ...] = ()
+    short_names: tuple[str, ...] = ()
     architecture: str
     vocab_size: int
     max_context_length: int
@@ -122,6 +177,10 @@ class ModelFacts:
     dtype: str
     device: str
     packable: bool = True
+    adapter_numbers_per_rank: int = 0
+    """How many numbers an adapter has for each rank, whatever of it is trained."""
+    trains: frozenset[TrainableKind] = frozenset(("lora",))
+    """The kinds of models that its trainer takes."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -141,7 +200,7 @@ class CheckpointSource:
 class CreateModel:
     model_id: str
     seq_id: int = 0
-    lora: LoraConfig
+    trainable: Trainable
     source: CheckpointSource | None = None
 
 
@@ -166,14 +225,19 @@ class OptimStep:
 
 SnapshotKind = Literal["training", "sampler"]
 
+Role = Literal["train", "sample"]
+"""What a replica does for its base."""
+
+ROLES: frozenset[Role] = frozenset(("train", "sample"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Freeze the model as it is now. ``training`` holds weights and optimiser state, ``sampler`` the weights alone.
 
-    ``for_disk`` False (an ephemeral sampler save) keeps only the working copy that the engine computes with.
-    ``to_publish``: ``Engine.publish`` is what comes next. A trainer that is its own engine does that along with it, so
-    that who follows the model's newest weights has them at once; to others it says nothing.
+    ``for_disk`` False (an ephemeral sampler save, for an engine that shares rows) keeps only the working copy that the
+    engine computes with. ``to_publish``: ``Engine.publish`` on the same replica is what comes next, and is done along
+    with it, so that who follows the model's newest weights has them at once.
     """
 
     model_id: str
@@ -197,19 +261,19 @@ class DeleteModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A request that was refused after its seq_id was known, or a hole that was closed. Takes its place in order.
+class Rejected:
+    """A request that was rejected after its seq_id was known, or a gap that was closed. Takes its place in order.
 
-    ``loses_gradient``: the request was, or may have been, a backward; the next optimiser step must fail too.
+    ``poisons_gradient``: the request was, or may have been, a backward; the next optimiser step must fail too.
     """
 
     model_id: str
     seq_id: int
     message: str
-    loses_gradient: bool
+    poisons_gradient: bool
 
 
-Command = CreateModel | ForwardBackward | OptimStep | Snapshot | LoadState | DeleteModel | Refused
+Command = CreateModel | ForwardBackward | OptimStep | Snapshot | LoadState | DeleteModel | Rejected
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -218,10 +282,10 @@ Command = CreateModel | ForwardBackward | OptimStep | Snapshot | LoadState | Del
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCreated:
-    """``lora`` and ``step`` as they are now: after a load from a checkpoint, the checkpoint's."""
+    """``trainable`` and ``step`` as they are now: after a load from a checkpoint, the checkpoint's."""
 
     model_id: str
-    lora: LoraConfig
+    trainable: Trainable
     step: int
 
 
@@ -256,7 +320,7 @@ class SnapshotRef:
 
     version: Version
     kind: SnapshotKind
-    lora: LoraConfig
+    trainable: Trainable
     step: int
     applied_seq_id: int
     has_pending_gradient: bool
@@ -311,12 +375,11 @@ class Manifest:
 
     base: str
     owner: str
-    lora: LoraConfig
+    trainable: Trainable
     step: int
     applied_seq_id: int
     has_optimizer: bool
     files: Mapping[str, FileEntry]
-    format: int = 1
 
     @property
     def size_bytes(self) -> int:
@@ -374,11 +437,14 @@ class SampleRequest:
 
     ``prompt_logprobs``: the prompt's own tokens; ``topk_prompt_logprobs``: the k likeliest at each position; with
     ``prompt_logprobs_last_n`` both only at the last n. ``target_prompt_logprobs`` int64 [N - 1, K]: the tokens that row
-    i names at position i + 1, -1 for none. ``prompt_alt_tokens_k``: tokens drawn at each position, at the request's
+    i names at position i + 1, -1 for none. ``prompt_alt_tokens_k``: tokens sampled at each position, at the request's
     temperature without cuts. ``topk_sample_logprobs``: the k likeliest at each sampled token.
 
     ``inflight``: begins with the newest published version of the model that is no older than ``version``, and goes on
     with newer ones as they are published, keys and values kept.
+
+    ``owner``: whose it is; running sequences and pages are shared by owner. ``prefix_scope``: what its prompt begins
+    with is found computed, and kept to be found, among requests of the same scope alone.
     """
 
     request_id: str
@@ -394,6 +460,8 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
     stream: bool = False
     inflight: bool = False
+    owner: str = ""
+    prefix_scope: str = ""
 
 
 SamplerKind = Literal["snapshot", "inflight"]
@@ -427,7 +495,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptAltTokens:
-    """``tokens`` int64 [N - 1, k] drawn at positions 1 and up, ``logprobs`` float32 of the same shape."""
+    """``tokens`` int64 [N - 1, k] sampled at positions 1 and up, ``logprobs`` float32 of the same shape."""
 
     tokens: Int64
     logprobs: Float32
@@ -488,8 +556,12 @@ class EngineCapabilities:
     max_topk_sample_logprobs: int = 20
     max_prompt_alt_tokens_k: int = 20
     max_num_samples: int = 1024
-    max_running: int = 64
+    max_num_seqs: int = 64
     """Sequences decoding at once."""
+    shares_rows: bool = True
+    """Whether it computes with the trainer's own rows, so that a snapshot for it alone needs no bytes."""
+    samples: frozenset[TrainableKind] = frozenset(("lora",))
+    """The kinds of models whose versions it takes."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -536,7 +608,10 @@ class FutureState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSaved:
+    """``has_pending_gradient``: from backwards since the last step. The model keeps it; the checkpoint has none."""
+
     path: str
+    has_pending_gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

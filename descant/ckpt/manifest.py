@@ -12,66 +12,88 @@ import os
 from pathlib import Path
 from typing import Any
 
-from descant.errors import NotFound, ServerError
-from descant.types import FileEntry, LoraConfig, Manifest
+from descant.errors import Damaged, NotFound
+from descant.types import FileEntry, Manifest, trainable_from_json, trainable_to_json
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    return json.dumps(dataclasses.asdict(manifest), indent=1, sort_keys=True).encode() + b"\n"
+    fields = dataclasses.asdict(manifest) | {"trainable": trainable_to_json(manifest.trainable), "format": FORMAT}
+    return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def decode_manifest(body: bytes, *, where: str) -> Manifest:
-    """Raises ``ServerError`` naming ``where`` for anything but a manifest of a known format."""
+    """Raises ``Damaged`` naming ``where`` for anything but a manifest of a known format."""
     try:
         fields: dict[str, Any] = json.loads(body)
         if fields["format"] != FORMAT:
-            raise ServerError(f"{where} has manifest format {fields['format']!r}, this version reads {FORMAT}")
+            raise Damaged(f"{where} has manifest format {fields['format']!r}, this version reads {FORMAT}")
         return Manifest(
             base=str(fields["base"]),
             owner=str(fields["owner"]),
-            lora=LoraConfig(**fields["lora"]),
+            trainable=trainable_from_json(fields["trainable"]),
             step=int(fields["step"]),
             applied_seq_id=int(fields["applied_seq_id"]),
             has_optimizer=bool(fields["has_optimizer"]),
             files={str(path): FileEntry(**entry) for path, entry in fields["files"].items()},
-            format=FORMAT,
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ServerError(f"{where} is not a checkpoint manifest: {type(error).__name__}: {error}") from None
+        raise Damaged(f"{where} is not a checkpoint manifest: {type(error).__name__}: {error}") from None
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """Raises ``NotFound`` where there is none."""
-    path = Path(directory) / MANIFEST
+    """Raises ``NotFound`` where there is none, ``Damaged`` for one that cannot be read. Like all that clients may read,
+    messages here are without the server's paths: who knows the checkpoint's name says it."""
     try:
-        return decode_manifest(path.read_bytes(), where=str(path))
+        return decode_manifest((Path(directory) / MANIFEST).read_bytes(), where=MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFound(f"there is no checkpoint in {directory}") from None
+        raise NotFound("there is no checkpoint") from None
     except OSError as error:
-        raise ServerError(f"cannot read {path}: {error.strerror}") from None
+        raise Damaged(f"{MANIFEST} cannot be read: {error.strerror}") from None
 
 
 def read_verified(directory: str | Path, name: str, manifest: Manifest) -> bytes:
-    """The bytes of one of the manifest's files. Raises ``ServerError`` when they are not what was written."""
+    """The bytes of one of the manifest's files. Raises ``Damaged`` when they are not what was written."""
     entry = manifest.files.get(name)
     if entry is None:
-        raise NotFound(f"the checkpoint in {directory} has no {name}")
+        raise Damaged(f"its manifest names no {name}")
     try:
         body = (Path(directory) / name).read_bytes()
     except OSError as error:
-        raise ServerError(f"cannot read {name} of the checkpoint in {directory}: {error.strerror}") from None
-    if len(body) != entry.size_bytes:
-        raise ServerError(f"{directory}/{name} has {len(body)} bytes, its manifest says {entry.size_bytes}")
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+    check_size(name, len(body), entry)
     if hashlib.sha256(body).hexdigest() != entry.sha256:
-        raise ServerError(f"{directory}/{name} has another sha256 than its manifest says: the file is damaged")
+        raise Damaged(f"{name} has another sha256 than its manifest says")
     return body
 
 
+def check_file(directory: str | Path, name: str, entry: FileEntry) -> None:
+    """Raises ``Damaged`` for a file that is not there, or not of its size."""
+    if Path(name).name != name:
+        raise Damaged(f"{name!r} of the manifest is not a plain file name")
+    try:
+        size = (Path(directory) / name).stat().st_size
+    except FileNotFoundError:
+        raise Damaged(f"{name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+    check_size(name, size, entry)
+
+
+def check_size(name: str, size: int, entry: FileEntry) -> None:
+    if size != entry.size_bytes:
+        raise Damaged(f"{name} has {size} bytes, its manifest says {entry.size_bytes}")
+
+
+def damaged(uri: str, why: Damaged) -> Damaged:
+    """Of which checkpoint."""
+    return Damaged(f"checkpoint {uri} is damaged: {why}; load another")
+
+
 def write_durable(path: str | Path, body: bytes) -> FileEntry:
-    """Writes a new file and waits until the disk has it. (Its directory is fsynced by whoever publishes it.)"""
+    """Writes a new file and waits until the disk has it. (Its directory is fsynced when it is published.)"""
     with open(path, "xb") as file:
         file.write(body)
         file.flush()

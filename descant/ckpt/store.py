@@ -1,7 +1,7 @@
 """Checkpoints in a directory: whole or absent, whatever dies when.
 
     root/models/{model}/{type}/{name}/manifest.json, …      what can be opened
-    root/attempts/{incarnation}-{random}/                    what is being written; nobody's name yet
+    root/attempts/{incarnation}-{random}/                    what is being written; without a name yet
 
 A commit fsyncs the files (their writer did), writes the manifest beside its final name, fsyncs and renames it, fsyncs
 the attempt, renames the attempt to its final place and fsyncs the parent. Only then is an older checkpoint of the same
@@ -24,9 +24,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from descant.ckpt.manifest import MANIFEST, encode_manifest, fsync_directory, read_manifest, write_durable
-from descant.errors import NotFound, ServerError, UserError
-from descant.types import Checkpoint, CheckpointName, CheckpointType, FileEntry, Manifest
+from descant.ckpt.manifest import (
+    MANIFEST,
+    check_file,
+    damaged,
+    encode_manifest,
+    fsync_directory,
+    read_manifest,
+    write_durable,
+)
+from descant.errors import Damaged, NotFound, ServerError, UserError
+from descant.storage import PRIVATE, cannot_store
+from descant.types import Checkpoint, CheckpointName, CheckpointType, Manifest
 
 MODELS, ATTEMPTS, REPLACED = "models", "attempts", ".replaced"
 _SAFE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -37,13 +46,19 @@ dot and never holds a slash."""
 class DirCheckpointStore:
     """``CheckpointStore`` under one directory, one process at a time."""
 
-    def __init__(self, root: str | Path):
-        """Removes the attempts of earlier processes: whoever wrote them is dead or has lost its directory."""
+    def __init__(self, root: str | Path, *, beside: bool = False):
+        """Removes the attempts of earlier processes: the process that wrote them is dead or has lost its directory.
+        ``beside``: the directory may be another process's, whose attempts stay; what is committed must have a name of
+        its own."""
         self.root = Path(root)
         self._lock = threading.Lock()
+        self._incarnation = secrets.token_hex(4)
+        self.root.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         for directory in (self.root / MODELS, self.root / ATTEMPTS):
             directory.mkdir(parents=True, exist_ok=True)
             fsync_directory(directory.parent)
+        if beside:
+            return
         for left in (self.root / ATTEMPTS).iterdir():
             shutil.rmtree(left, ignore_errors=True)
         for aside in (self.root / MODELS).glob(f"*/*/.*{REPLACED}"):
@@ -52,12 +67,14 @@ class DirCheckpointStore:
                 shutil.rmtree(aside, ignore_errors=True)
             else:  # the process died between the two renames of ``_rename``
                 os.rename(aside, final)
-        self._incarnation = secrets.token_hex(4)
 
     async def attempt(self, name: CheckpointName) -> str:
         self._place(name)
         path = self.root / ATTEMPTS / f"{self._incarnation}-{secrets.token_hex(8)}"
-        path.mkdir()
+        try:
+            path.mkdir()
+        except OSError as error:
+            raise cannot_store(error) from None
         return str(path)
 
     async def commit(self, name: CheckpointName, attempt: str, manifest: Manifest) -> Checkpoint:
@@ -86,8 +103,11 @@ class DirCheckpointStore:
 
     def _commit(self, name: CheckpointName, attempt: Path, manifest: Manifest) -> Checkpoint:
         final = self._place(name)
-        for path, entry in manifest.files.items():
-            _check_file(attempt, path, entry)
+        try:
+            for path, entry in manifest.files.items():
+                check_file(attempt, path, entry)
+        except Damaged as error:
+            raise ServerError(f"{name.uri} was not written whole: {error}") from None
         try:
             partial = attempt / (MANIFEST + ".partial")
             partial.unlink(missing_ok=True)
@@ -101,7 +121,7 @@ class DirCheckpointStore:
             if replaced is not None:
                 shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
-            raise ServerError(f"cannot commit {name.uri}: {error.strerror}") from None
+            raise cannot_store(error) from None
         return Checkpoint(name=name, directory=str(final), manifest=manifest)
 
     def _rename(self, attempt: Path, final: Path) -> Path | None:
@@ -131,10 +151,12 @@ class DirCheckpointStore:
         try:
             with self._lock:
                 manifest = read_manifest(directory)
+            for path, entry in manifest.files.items():
+                check_file(directory, path, entry)
         except NotFound:
             raise NotFound(f"there is no checkpoint {name.uri}") from None
-        for path, entry in manifest.files.items():
-            _check_file(directory, path, entry)
+        except Damaged as error:
+            raise damaged(name.uri, error) from None
         return Checkpoint(name=name, directory=str(directory), manifest=manifest)
 
     def _list(self, model_id: str | None) -> Sequence[Checkpoint]:
@@ -145,8 +167,8 @@ class DirCheckpointStore:
             try:
                 changed = path.stat().st_mtime_ns
                 manifest = read_manifest(path.parent)
-            except (OSError, NotFound, ServerError):
-                continue  # deleted meanwhile, or damaged: ``open`` says so to whoever asks for it
+            except (OSError, NotFound, Damaged):
+                continue  # deleted meanwhile, or damaged: ``open`` says so when it is asked for
             model, kind, own = path.parent.relative_to(models).parts
             if kind in ("weights", "sampler_weights") and not own.startswith("."):
                 name = CheckpointName(model_id=_unsegment(model), type=cast(CheckpointType, kind), name=_unsegment(own))
@@ -164,7 +186,7 @@ class DirCheckpointStore:
         except FileNotFoundError:
             raise NotFound(f"there is no checkpoint {name.uri}") from None
         except OSError as error:
-            raise ServerError(f"cannot delete {name.uri}: {error.strerror}") from None
+            raise cannot_store(error) from None
         shutil.rmtree(gone, ignore_errors=True)
 
 
@@ -184,17 +206,6 @@ def _unsegment(segment: str) -> str:
     return re.sub(
         r"(?:%[0-9A-F]{2})+", lambda m: bytes.fromhex(m.group().replace("%", "")).decode(errors="replace"), segment
     )
-
-
-def _check_file(directory: Path, path: str, entry: FileEntry) -> None:
-    if Path(path).name != path:
-        raise ServerError(f"{path!r} of the manifest is not a plain file name")
-    try:
-        size = (directory / path).stat().st_size
-    except OSError:
-        raise ServerError(f"{path} of the manifest is missing in {directory}") from None
-    if size != entry.size_bytes:
-        raise ServerError(f"{path} in {directory} has {size} bytes, its manifest says {entry.size_bytes}")
 
 
 def _exchange(one: Path, other: Path) -> bool:

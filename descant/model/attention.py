@@ -1,15 +1,15 @@
 """The one attention function: training, scoring, prefill, decode and verification.
 
 Registered in transformers' attention interface under ``NAME``; every family calls it with its own queries, keys and
-values and hands our ``Pass`` through as one keyword. Keys are added in fixed float32 blocks of ``PAGE_TOKENS`` over at
-least 8 query rows, so that a token's output does not depend on what else is in the pass, on how the sequence was cut
-into passes, or on whether its keys came from the pass or from the KV pages: the sampler's log-probabilities equal the
-trainer's bit for bit. Cost grows with the sum of squared sequence lengths, not with the square of their sum.
+values and hands our ``ForwardBatch`` through as one keyword. Keys are added in fixed float32 blocks of ``PAGE_TOKENS``
+over at least 8 query rows, so that a token's output does not depend on what else is in the pass, on how the sequence
+was cut into passes, or on whether its keys came from the pass or from the KV pages: the sampler's log-probabilities
+equal the trainer's bit for bit. Cost grows with the sum of squared sequence lengths, not with the square of their sum.
 
 What holds it together: a row's maximum is exact in any order; a block's products are matrix products of one inner size
 (``D`` for the scores, ``PAGE_TOKENS`` for the values) whose rows do not depend on one another; blocks are added in the
 order of the sequence; and a block that a row does not see adds exactly 0 to it, so it does not matter that a batch
-neighbour made it part of the product. The backward pass owes nobody equal bits and uses PyTorch's own kernel.
+neighbour made it part of the product. The backward pass need not have equal bits and uses PyTorch's own kernel.
 
 On CUDA, training and scoring in half precision go through PyTorch's packed flash kernels, or cuDNN's where all the
 sequences have one length (``_one_length``); the pages always through ``paged_attention``, which never reads a page's
@@ -34,8 +34,8 @@ from torch import nn
 from transformers import AttentionInterface
 
 from descant.errors import UserError
-from descant.model.decode import PagedStep
-from descant.model.passes import MIN_ROWS, PAGE_TOKENS, PASSES, Pass, stream_rows, to_device
+from descant.model.forward_batch import FORWARD_BATCHES, MIN_ROWS, PAGE_TOKENS, ForwardBatch, stream_rows, to_device
+from descant.model.paged_batch import PagedBatch
 
 NAME = "descant"
 
@@ -44,7 +44,8 @@ HARMLESS_KEYWORDS = frozenset({"position_ids", "use_cache", "output_attentions",
 other keyword that is not None is refused by name (gpt-oss's ``s_aux``, ignored, is silently off by 0.23)."""
 
 KV_SHAPES = "kv_shapes"
-"""With this key in ``Pass.cache`` (an empty dict), each layer notes ``layer_idx → (K, D of keys, D of values)``."""
+"""With this key in ``ForwardBatch.cache`` (an empty dict), each layer notes ``layer_idx → (K, D of keys, D of
+values)``."""
 
 RULES = "rules"
 """Likewise, each layer notes ``layer_idx → Rule``."""
@@ -52,7 +53,7 @@ RULES = "rules"
 DENSE_LENGTHS = 64
 """Sequences of one length, a multiple of this, are a batch for cuDNN's kernels, which are made for Hopper: 0.15 and
 0.67 ms (forward, backward) a call of 16 × 1,024 tokens where the packed ones take 0.32 and 1.05 (H100, 16 heads of
-128). Of other lengths each would have a plan of its own made first: 100 ms, more than it saves."""
+128). Of other lengths each would need a cuDNN plan of its own first: 100 ms, more than it saves."""
 
 MIN_DENSE_LENGTH = 256
 
@@ -79,7 +80,7 @@ def attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    plan: Pass | PagedStep,
+    batch: ForwardBatch | PagedBatch,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -100,30 +101,30 @@ def attention(
         raise UserError("attention dropout is not supported: the model must be in eval mode")
     rule = Rule(scaling=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window, softcap=softcap)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    if isinstance(plan, PagedStep):
-        return _of_step(module, rule, query_THD, key_TKD, value_TKD, plan).unsqueeze(0), None
-    compiled = torch.compiler.is_compiling()  # then plan's handle is all that may be read of it, and no layer's index
+    if isinstance(batch, PagedBatch):
+        return _of_paged_batch(module, rule, query_THD, key_TKD, value_TKD, batch).unsqueeze(0), None
+    compiled = torch.compiler.is_compiling()  # then batch's handle is all that may be read of it, and no layer's index
     if not compiled:
         layer = cast(int, module.layer_idx)
-        if (shapes := plan.cache.get(KV_SHAPES)) is not None:
+        if (shapes := batch.cache.get(KV_SHAPES)) is not None:
             cast(dict[int, tuple[int, int, int]], shapes)[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        if (rules := plan.cache.get(RULES)) is not None:
+        if (rules := batch.cache.get(RULES)) is not None:
             cast(dict[int, Rule], rules)[layer] = rule
-        if query.shape[2] < plan.num_tokens:
-            raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {plan.num_tokens}")
-        if plan.kv is not None:
+        if query.shape[2] < batch.num_tokens:
+            raise UserError(f"attention got {query.shape[2]} tokens, expected the pass's {batch.num_tokens}")
+        if batch.kv is not None:
             with torch.no_grad():
-                return _over_pages(plan, rule, layer, query_THD, key_TKD, value_TKD).unsqueeze(0), None
+                return _over_pages(batch, rule, layer, query_THD, key_TKD, value_TKD).unsqueeze(0), None
     if compiled or query.is_cuda:
         query_THD, key_TKD, value_TKD = (x.contiguous() for x in (query_THD, key_TKD, value_TKD))
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        out_THD = _Attention.apply(query_THD, key_TKD, value_TKD, plan.handle, rule.scaling, rule.window, rule.softcap)
+        out_THD = _Attention.apply(query_THD, key_TKD, value_TKD, batch.handle, rule.scaling, rule.window, rule.softcap)
     elif compiled:
         out_THD, _ = torch.ops.descant.attention(
-            query_THD, key_TKD, value_TKD, plan.handle, rule.scaling, rule.window, rule.softcap
+            query_THD, key_TKD, value_TKD, batch.handle, rule.scaling, rule.window, rule.softcap
         )
     else:
-        out_THD, _ = _forward(plan, rule, query_THD, key_TKD, value_TKD, want_logsumexp=False)
+        out_THD, _ = _forward(batch, rule, query_THD, key_TKD, value_TKD, want_logsumexp=False)
     return out_THD.unsqueeze(0), None
 
 
@@ -145,9 +146,9 @@ class _Tile:
     """S sequences' rows against the same number of keys each.
 
     ``rows`` int64 [S · R]: tokens of the pass; a row that only fills up repeats its sequence's last token, and so
-    computes, and writes, the same bits. ``run``: the slice of the pass, where the rows are one. ``keys``: tokens of
-    the pass int64 [S · N], or pages int64 [S · N / PAGE_TOKENS] of the pool; cells beyond a sequence's end name one of
-    its own, never a stranger's (whose NaN times 0 is NaN). ``bias`` float32 [S, 1, 1, R, N - masked_from]: 0 where a
+    computes, and writes, the same bits. ``run``: the slice of the pass, where the rows are one. ``keys``: tokens of the
+    pass int64 [S · N], or pages int64 [S · N / PAGE_TOKENS] of the pool; cells beyond a sequence's end name one of its
+    own, never another sequence's (whose NaN times 0 is NaN). ``bias`` float32 [S, 1, 1, R, N - masked_from]: 0 where a
     row sees a key, -inf where it does not; keys before ``masked_from`` are seen by all rows.
     """
 
@@ -163,7 +164,7 @@ class _Tile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Span:
+class _QuerySpan:
     """Query tokens ``start:start+length`` of the pass, the first of them at position ``context`` of its sequence."""
 
     sequence: int
@@ -176,23 +177,23 @@ class _Span:
         return math.ceil((self.context + self.length) / PAGE_TOKENS)
 
 
-def _spans(plan: Pass) -> list[_Span]:
+def _spans(batch: ForwardBatch) -> list[_QuerySpan]:
     spans, start = [], 0
-    for sequence, length in enumerate(plan.seq_lens):
-        context = plan.kv.context_lens[sequence] if plan.kv is not None else 0
-        if plan.prefixes and (prefix := plan.prefixes[sequence]) is not None:
+    for sequence, length in enumerate(batch.seq_lens):
+        context = batch.kv.context_lens[sequence] if batch.kv is not None else 0
+        if batch.prefixes and (prefix := batch.prefixes[sequence]) is not None:
             context = prefix.length
         if length:
-            spans.append(_Span(sequence=sequence, start=start, length=length, context=context))
+            spans.append(_QuerySpan(sequence=sequence, start=start, length=length, context=context))
         start += length
     return spans
 
 
-def _groups(spans: list[_Span], *, paged: bool, num_heads: int, key_numbers: int) -> Iterator[list[_Span]]:
+def _groups(spans: list[_QuerySpan], *, paged: bool, num_heads: int, key_numbers: int) -> Iterator[list[_QuerySpan]]:
     """Spans that are computed together. In training: those with the same number of blocks, of queries and of keys. Over
     pages: those with few query tokens and less than twice the blocks of the shortest, while the gathered keys fit."""
-    groups: dict[tuple[int, int], list[_Span]] = defaultdict(list)
-    decode: list[_Span] = []
+    groups: dict[tuple[int, int], list[_QuerySpan]] = defaultdict(list)
+    decode: list[_QuerySpan] = []
     for span in spans:
         if not paged:
             groups[math.ceil(span.length / PAGE_TOKENS), span.num_blocks].append(span)
@@ -216,26 +217,31 @@ def _groups(spans: list[_Span], *, paged: bool, num_heads: int, key_numbers: int
         decode = decode[size:]
 
 
-def _tiles(plan: Pass, window: int | None, query_THD: torch.Tensor, key_TKD: torch.Tensor) -> list[_Tile]:
+def _tiles(batch: ForwardBatch, window: int | None, query_THD: torch.Tensor, key_TKD: torch.Tensor) -> list[_Tile]:
     """Built once per pass and window, shared by all layers."""
     num_heads, num_key_heads, head_size = query_THD.shape[1], key_TKD.shape[1], key_TKD.shape[2]
     cache_key = f"tiles/{window}/{num_heads}/{num_key_heads}/{head_size}"
-    if cache_key not in plan.cache:
+    if cache_key not in batch.cache:
         groups = _groups(
-            _spans(plan), paged=plan.kv is not None, num_heads=num_heads, key_numbers=num_key_heads * head_size
+            _spans(batch), paged=batch.kv is not None, num_heads=num_heads, key_numbers=num_key_heads * head_size
         )
-        plan.cache[cache_key] = [
+        batch.cache[cache_key] = [
             tile
             for group in groups
             for tile in _tiles_of(
-                plan, group, window, num_heads, math.ceil(MIN_ROWS * num_key_heads / num_heads), query_THD.device
+                batch, group, window, num_heads, math.ceil(MIN_ROWS * num_key_heads / num_heads), query_THD.device
             )
         ]
-    return cast("list[_Tile]", plan.cache[cache_key])
+    return cast("list[_Tile]", batch.cache[cache_key])
 
 
 def _tiles_of(
-    plan: Pass, group: list[_Span], window: int | None, num_heads: int, min_rows: int, device: torch.device
+    batch: ForwardBatch,
+    group: list[_QuerySpan],
+    window: int | None,
+    num_heads: int,
+    min_rows: int,
+    device: torch.device,
 ) -> Iterator[_Tile]:
     num_rows = max(max(span.length for span in group), min_rows)
     num_blocks = max(span.num_blocks for span in group)
@@ -254,14 +260,14 @@ def _tiles_of(
             first_block = max(0, int(positions_SR.min()) - window + 1) // PAGE_TOKENS
         blocks = torch.arange(first_block, last_block)
         key_positions_N = torch.arange(first_block * PAGE_TOKENS, last_block * PAGE_TOKENS)
-        if plan.kv is None:
-            rows_of = _sequence_rows(plan)
+        if batch.kv is None:
+            rows_of = _sequence_rows(batch)
             keys = torch.stack(
                 [rows_of[span.sequence][key_positions_N.clamp(max=span.context + span.length - 1)] for span in group]
             )
         else:
             own_blocks = (context + length - 1) // PAGE_TOKENS
-            table = plan.kv.page_table.cpu()[[span.sequence for span in group]]
+            table = batch.kv.page_table.cpu()[[span.sequence for span in group]]
             keys = table.gather(1, torch.minimum(blocks.expand(len(group), -1), own_blocks))
         seen_SRN = key_positions_N <= positions_SR.unsqueeze(2)
         if window is not None:
@@ -277,18 +283,18 @@ def _tiles_of(
             rows=rows.to(device),
             run=_run(rows),
             keys=keys.flatten().to(device),
-            key_run=_run(keys.flatten()) if plan.kv is None else None,
+            key_run=_run(keys.flatten()) if batch.kv is None else None,
             bias=bias[:, None, None].to(device),
             masked_from=masked_from,
         )
 
 
-def _sequence_rows(plan: Pass) -> list[torch.Tensor]:
+def _sequence_rows(batch: ForwardBatch) -> list[torch.Tensor]:
     """``stream_rows`` of the pass, on the host."""
-    if "sequence_rows" not in plan.cache:
-        prefixes = plan.prefixes or (None,) * len(plan.seq_lens)
-        plan.cache["sequence_rows"] = [torch.from_numpy(rows) for rows in stream_rows(plan.seq_lens, prefixes)]
-    return cast("list[torch.Tensor]", plan.cache["sequence_rows"])
+    if "sequence_rows" not in batch.cache:
+        prefixes = batch.prefixes or (None,) * len(batch.seq_lens)
+        batch.cache["sequence_rows"] = [torch.from_numpy(rows) for rows in stream_rows(batch.seq_lens, prefixes)]
+    return cast("list[torch.Tensor]", batch.cache["sequence_rows"])
 
 
 def _run(indices: torch.Tensor) -> slice | None:
@@ -301,7 +307,7 @@ def _run(indices: torch.Tensor) -> slice | None:
 
 
 def _forward(
-    plan: Pass,
+    batch: ForwardBatch,
     rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
@@ -310,14 +316,14 @@ def _forward(
     want_logsumexp: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Out as many rows as queries, and the logarithm of each row's sum float32 [H, T]: 0 behind the pass's own."""
-    num_tokens = plan.num_tokens
+    num_tokens = batch.num_tokens
     own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
     logsumexp_HT: torch.Tensor | None
     if _has_varlen(rule, query_THD, value_TKD):
-        length = _one_length(plan, rule, query_THD)
-        out_THD, logsumexp_HT = _varlen(plan, rule, *own) if length is None else _dense(rule, length, *own)
+        length = _one_length(batch, rule, query_THD)
+        out_THD, logsumexp_HT = _varlen(batch, rule, *own) if length is None else _dense(rule, length, *own)
     else:
-        out_THD, logsumexp_TH = _blocked(plan, rule, *own, want_logsumexp=want_logsumexp)
+        out_THD, logsumexp_TH = _blocked(batch, rule, *own, want_logsumexp=want_logsumexp)
         logsumexp_HT = None if logsumexp_TH is None else logsumexp_TH.t()
     if num_padding := len(query_THD) - num_tokens:
         out_THD = F.pad(out_THD, (0, 0, 0, 0, 0, num_padding))
@@ -326,26 +332,26 @@ def _forward(
 
 
 def _over_pages(
-    plan: Pass, rule: Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    batch: ForwardBatch, rule: Rule, layer: int, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> torch.Tensor:
-    kv, num_tokens = plan.kv, plan.num_tokens
+    kv, num_tokens = batch.kv, batch.num_tokens
     assert kv is not None
     pages = kv.pool.keys[layer], kv.pool.values[layer]
     if query_THD.is_cuda:
         from descant.model.paged_attention import paged_attention
 
         return paged_attention(
-            query_THD, key_TKD, value_TKD, *pages, plan, scaling=rule.scaling, window=rule.window, softcap=rule.softcap
+            query_THD, key_TKD, value_TKD, *pages, batch, scaling=rule.scaling, window=rule.window, softcap=rule.softcap
         )
     own = tuple(x[:num_tokens] for x in (query_THD, key_TKD, value_TKD))
-    _write_pages(plan, layer, own[1], own[2])
-    out_THD, _ = _blocked(plan, rule, *own, pages=pages)
+    _write_pages(batch, layer, own[1], own[2])
+    out_THD, _ = _blocked(batch, rule, *own, pages=pages)
     num_padding = len(query_THD) - num_tokens
     return F.pad(out_THD, (0, 0, 0, 0, 0, num_padding)) if num_padding else out_THD
 
 
 def _blocked(
-    plan: Pass,
+    batch: ForwardBatch,
     rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
@@ -359,7 +365,7 @@ def _blocked(
     num_key_heads = key_TKD.shape[1]
     out_THD = query_THD.new_empty(num_tokens, num_heads, value_TKD.shape[2])
     logsumexp_TH = query_THD.new_empty(num_tokens, num_heads, dtype=torch.float32) if want_logsumexp else None
-    for tile in _tiles(plan, rule.window, query_THD, key_TKD):
+    for tile in _tiles(batch, rule.window, query_THD, key_TKD):
         S, R, N = tile.num_sequences, tile.num_rows, tile.num_keys
         query = _rows(query_THD, tile.rows, tile.run).view(S, R, num_key_heads, -1, query_THD.shape[2])
         query = _packed_float(query.permute(0, 2, 3, 1, 4)).view(S * num_key_heads, -1, query_THD.shape[2])
@@ -407,16 +413,16 @@ def _attend(
     The order of every sum is fixed here; see the module's docstring before changing a line.
     """
     scores = torch.bmm(query, key.transpose(1, 2)).mul_(rule.scaling)
-    batch, num_rows, num_keys = scores.shape
+    num_products, num_rows, num_keys = scores.shape
     if rule.softcap is not None:
         scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
     if tile.masked_from < num_keys:
-        by_row = scores.view(tile.num_sequences, batch // tile.num_sequences, -1, tile.num_rows, num_keys)
+        by_row = scores.view(tile.num_sequences, num_products // tile.num_sequences, -1, tile.num_rows, num_keys)
         by_row[..., tile.masked_from :].add_(tile.bias)
     highest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(highest).exp_()
     num_blocks = num_keys // PAGE_TOKENS
-    total = weights.view(batch, num_rows, num_blocks, PAGE_TOKENS).sum(-1).cumsum(-1)[..., -1:]
+    total = weights.view(num_products, num_rows, num_blocks, PAGE_TOKENS).sum(-1).cumsum(-1)[..., -1:]
     out = torch.bmm(weights[..., :PAGE_TOKENS], value[:, :PAGE_TOKENS])
     for start in range(PAGE_TOKENS, num_keys, PAGE_TOKENS):
         block = slice(start, start + PAGE_TOKENS)
@@ -425,21 +431,21 @@ def _attend(
     return out, highest.add_(total.log_()).squeeze(-1) if want_logsumexp else None
 
 
-def _write_pages(plan: Pass, layer: int, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> None:
+def _write_pages(batch: ForwardBatch, layer: int, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> None:
     """This pass's keys and values behind each sequence's context. A page that is begun is zeroed first: what an earlier
-    owner left in its tail is multiplied by a weight of 0, and 0 · NaN would carry his NaN over."""
-    kv = plan.kv
+    owner left in its tail is multiplied by a weight of 0, and 0 · NaN would carry its NaN over."""
+    kv = batch.kv
     assert kv is not None
-    if "cells" not in plan.cache:
+    if "cells" not in batch.cache:
         device = key_TKD.device
-        sequence = torch.repeat_interleave(torch.arange(len(plan.seq_lens)), torch.tensor(plan.seq_lens))
+        sequence = torch.repeat_interleave(torch.arange(len(batch.seq_lens)), torch.tensor(batch.seq_lens))
         position = torch.cat(
-            [torch.arange(c, c + n) for c, n in zip(kv.context_lens, plan.seq_lens)] or [torch.zeros(0).long()]
+            [torch.arange(c, c + n) for c, n in zip(kv.context_lens, batch.seq_lens)] or [torch.zeros(0).long()]
         )
         page = kv.page_table.cpu()[sequence, position // PAGE_TOKENS]
         begun = page[position % PAGE_TOKENS == 0]
-        plan.cache["cells"] = (page.to(device), (position % PAGE_TOKENS).to(device), begun.to(device))
-    page, cell, begun = cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", plan.cache["cells"])
+        batch.cache["cells"] = (page.to(device), (position % PAGE_TOKENS).to(device), begun.to(device))
+    page, cell, begun = cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", batch.cache["cells"])
     for pool, x_TKD in ((kv.pool.keys[layer], key_TKD), (kv.pool.values[layer], value_TKD)):
         if len(begun):
             pool.index_fill_(0, begun, 0)
@@ -467,9 +473,9 @@ class _Attention(torch.autograd.Function):
         if torch.compiler.is_compiling():
             out, logsumexp = torch.ops.descant.attention(query, key, value, handle, scaling, window, softcap)
         else:
-            plan = ctx.plan = PASSES[handle]
+            batch = ctx.batch = FORWARD_BATCHES[handle]
             rule = Rule(scaling=scaling, window=window, softcap=softcap)
-            out, logsumexp = _forward(plan, rule, query, key, value, want_logsumexp=True)
+            out, logsumexp = _forward(batch, rule, query, key, value, want_logsumexp=True)
         ctx.save_for_backward(query, key, value, out, logsumexp, handle)
         ctx.rule = (scaling, window, softcap)
         return out
@@ -493,7 +499,7 @@ def _forward_op(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rule = Rule(scaling=scaling, window=window, softcap=softcap)
-    out, logsumexp = _forward(PASSES[handle], rule, query, key, value, want_logsumexp=True)
+    out, logsumexp = _forward(FORWARD_BATCHES[handle], rule, query, key, value, want_logsumexp=True)
     assert logsumexp is not None
     return out, logsumexp.contiguous()
 
@@ -510,13 +516,13 @@ def _backward_op(
     window: int | None,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    plan, rule = PASSES[handle], Rule(scaling=scaling, window=window, softcap=softcap)
-    num_tokens, num_padding = plan.num_tokens, len(query) - plan.num_tokens
+    batch, rule = FORWARD_BATCHES[handle], Rule(scaling=scaling, window=window, softcap=softcap)
+    num_tokens, num_padding = batch.num_tokens, len(query) - batch.num_tokens
     do, q, k, v, o = (x[:num_tokens] for x in (grad_out, query, key, value, out))
     if not _has_varlen(rule, query, value):
-        grads = _blocked_backward(plan, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
-    elif (length := _one_length(plan, rule, query)) is None:
-        grads = _varlen_backward(plan, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
+        grads = _blocked_backward(batch, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
+    elif (length := _one_length(batch, rule, query)) is None:
+        grads = _varlen_backward(batch, rule, do, q, k, v, o, logsumexp[:, :num_tokens])
     else:
         grads = _dense_backward(rule, length, do, q, k, v, o, logsumexp)
     if num_padding:
@@ -553,7 +559,7 @@ def _backward_shapes(
 
 
 def _blocked_backward(
-    plan: Pass,
+    batch: ForwardBatch,
     rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -565,13 +571,13 @@ def _blocked_backward(
     logsumexp = logsumexp_HT.t().contiguous()
     has_kernel = query.device.type == "cpu" and rule.softcap is None and query.shape[-1] == value.shape[-1]
     # Keys of a prefix get a part from each sequence that reads them: summed in float32, and rounded once.
-    summed = torch.float32 if plan.prefixes else key.dtype
+    summed = torch.float32 if batch.prefixes else key.dtype
     dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     dk, dv = (torch.empty(x.shape, dtype=summed, device=x.device) for x in (key, value))
-    if plan.prefixes:
+    if batch.prefixes:
         dk.zero_()
         dv.zero_()
-    for group in _equal_lengths(plan):
+    for group in _equal_lengths(batch):
         size, rows, keys = len(group.rows), group.rows.flatten(), group.keys.flatten()
         run = _run(rows)
         key_run = run if group.context == 0 else None
@@ -595,7 +601,7 @@ def _blocked_backward(
         else:
             dq[rows] = q_part.to(dq.dtype)
         for grad, part in zip((dk, dv), key_parts):
-            if plan.prefixes:
+            if batch.prefixes:
                 grad.index_add_(0, keys, part.to(grad.dtype))
             elif key_run is not None:
                 grad[key_run] = part
@@ -613,17 +619,17 @@ class _Equal:
     keys: torch.Tensor
 
 
-def _equal_lengths(plan: Pass) -> list[_Equal]:
-    if "equal_lengths" not in plan.cache:
+def _equal_lengths(batch: ForwardBatch) -> list[_Equal]:
+    if "equal_lengths" not in batch.cache:
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for span in _spans(plan):
+        for span in _spans(batch):
             groups[span.context, span.length].append(span.sequence)
-        rows_of = _sequence_rows(plan)
+        rows_of = _sequence_rows(batch)
         keys = {key: torch.stack([rows_of[sequence] for sequence in members]) for key, members in groups.items()}
-        plan.cache["equal_lengths"] = [
+        batch.cache["equal_lengths"] = [
             _Equal(context=context, rows=keys_BN[:, context:], keys=keys_BN) for (context, _), keys_BN in keys.items()
         ]
-    return cast("list[_Equal]", plan.cache["equal_lengths"])
+    return cast("list[_Equal]", batch.cache["equal_lengths"])
 
 
 def _unseen(length: int, window: int | None, device: torch.device, context: int = 0) -> torch.Tensor:
@@ -696,13 +702,13 @@ def _has_varlen(rule: Rule, query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _one_length(plan: Pass, rule: Rule, query: torch.Tensor) -> int | None:
+def _one_length(batch: ForwardBatch, rule: Rule, query: torch.Tensor) -> int | None:
     """The length of all sequences, where a batch of them is what computes fastest."""
-    if "one_length" not in plan.cache:
-        lengths = {length for length in plan.seq_lens if length}
-        only = lengths.pop() if len(lengths) == 1 and not plan.prefixes else 0
-        plan.cache["one_length"] = only if only >= MIN_DENSE_LENGTH and only % DENSE_LENGTHS == 0 else None
-    length = cast("int | None", plan.cache["one_length"])
+    if "one_length" not in batch.cache:
+        lengths = {length for length in batch.seq_lens if length}
+        only = lengths.pop() if len(lengths) == 1 and not batch.prefixes else 0
+        batch.cache["one_length"] = only if only >= MIN_DENSE_LENGTH and only % DENSE_LENGTHS == 0 else None
+    length = cast("int | None", batch.cache["one_length"])
     fits = length is not None and (rule.window is None or rule.window >= length) and query.shape[-1] in (64, 128)
     return length if fits and torch.cuda.get_device_capability(query.device) == (9, 0) else None
 
@@ -747,12 +753,12 @@ def _stream(x_BHLD: torch.Tensor) -> torch.Tensor:
     return x_BHLD.transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _varlen_options(plan: Pass, rule: Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
-    """And what both kernels are told of the rule."""
-    if "cu_seqlens" not in plan.cache:
-        plan.cache["cu_seqlens"] = _cumulative_lengths(plan, device)
+def _varlen_options(batch: ForwardBatch, rule: Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
+    """And the rule as both kernels take it."""
+    if "cu_seqlens" not in batch.cache:
+        batch.cache["cu_seqlens"] = _cumulative_lengths(batch, device)
     window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
-    return cast("_Lengths", plan.cache["cu_seqlens"]), {"scale": rule.scaling, **window}
+    return cast("_Lengths", batch.cache["cu_seqlens"]), {"scale": rule.scaling, **window}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -768,8 +774,8 @@ class _Lengths:
     key_rows: torch.Tensor | None
 
 
-def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
-    spans = _spans(plan)
+def _cumulative_lengths(batch: ForwardBatch, device: torch.device) -> _Lengths:
+    spans = _spans(batch)
     lengths = [span.length for span in spans]
     key_lengths = [span.context + span.length for span in spans]
     ends, key_ends = (
@@ -777,8 +783,8 @@ def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
         for sizes in (lengths, key_lengths)
     )
     key_rows = None
-    if plan.prefixes:
-        rows_of = _sequence_rows(plan)
+    if batch.prefixes:
+        rows_of = _sequence_rows(batch)
         key_rows = to_device(torch.cat([rows_of[span.sequence] for span in spans]), device)
     return _Lengths(
         query_ends=ends,
@@ -790,11 +796,11 @@ def _cumulative_lengths(plan: Pass, device: torch.device) -> _Lengths:
 
 
 def _varlen(
-    plan: Pass, rule: Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
+    batch: ForwardBatch, rule: Rule, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels under PyTorch's own packed attention (``torch.nn.attention.varlen``), which has no way to be called
     from an operator and be differentiated there. They take fewer key heads than query heads."""
-    lengths, options = _varlen_options(plan, rule, query_THD.device)
+    lengths, options = _varlen_options(batch, rule, query_THD.device)
     if lengths.key_rows is not None:
         key_TKD, value_TKD = (x.index_select(0, lengths.key_rows) for x in (key_TKD, value_TKD))
     out, logsumexp_HT, *_ = torch.ops.aten._flash_attention_forward(
@@ -814,7 +820,7 @@ def _varlen(
 
 
 def _varlen_backward(
-    plan: Pass,
+    batch: ForwardBatch,
     rule: Rule,
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -823,7 +829,7 @@ def _varlen_backward(
     out: torch.Tensor,
     logsumexp_HT: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    lengths, options = _varlen_options(plan, rule, query.device)
+    lengths, options = _varlen_options(batch, rule, query.device)
     rows = lengths.key_rows
     unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -851,25 +857,25 @@ def _varlen_backward(
     return dq, dk, dv
 
 
-def _of_step(
+def _of_paged_batch(
     module: nn.Module,
     rule: Rule,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
-    step: PagedStep,
+    batch: PagedBatch,
 ) -> torch.Tensor:
     """Also traced by the compiler, so nothing here may read what differs between layers but the tensors bound to
     ``module``."""
-    from descant.model.paged_attention import step_attention
+    from descant.model.paged_attention import paged_batch_attention
 
-    return step_attention(
+    return paged_batch_attention(
         query_THD,
         key_TKD,
         value_TKD,
         cast(torch.Tensor, module.page_keys),
         cast(torch.Tensor, module.page_values),
-        step.handle,
+        batch.handle,
         scaling=rule.scaling,
         window=rule.window,
         softcap=rule.softcap,

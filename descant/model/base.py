@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from descant.model import decode, packed
-from descant.model.bank import AdapterBank
-from descant.model.head import Head
-from descant.model.lora import LoraChannel, LoraPass, MultiLoraLinear
-from descant.model.passes import MIN_ROWS, PAGE_TOKENS, KVPool, Pass
-from descant.model.recompute import Activations
-from descant.model.spare import SpareRows
+from descant.adapters.bank import AdapterBank
+from descant.model import paged_batch, prepacked
+from descant.model.activation_checkpointing import ActivationMemory
+from descant.model.forward_batch import MIN_ROWS, PAGE_TOKENS, ForwardBatch, KVPool
+from descant.model.fused_lora_a import FusedLoraA
+from descant.model.lm_head import LmHead
+from descant.model.lora import ForwardContext, LoraBatch, MultiLoraLinear
 from descant.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -41,38 +41,41 @@ class BaseModel:
         *,
         facts: ModelFacts,
         directory: Path,
+        public_name: str,
         network: nn.Module,
         decoder: nn.Module,
         bank: AdapterBank,
-        head: Head,
-        channel: LoraChannel,
+        lm_head: LmHead,
+        forward_context: ForwardContext,
         kv_shapes: Mapping[int, tuple[int, int, int]],
         device: torch.device,
         dtype: torch.dtype,
         sharded: bool = False,
     ):
-        """``decoder``: the network without its head. ``kv_shapes``: layer → (key heads, size of a key, of a value).
-        ``sharded``: the layers are spread over several ranks, which have to make every pass alike (``empty_pass``)."""
+        """``public_name``: what others know the base by, no path. ``decoder``: the network without its LM head.
+        ``kv_shapes``: layer → (key heads, size of a key, of a value). ``sharded``: the layers are spread over several
+        ranks, which have to make every pass alike (``empty_pass``)."""
         self.facts = facts
         self.directory = directory
+        self.public_name = public_name
         self.network = network
         """The transformers causal LM, frozen, in eval mode, its linear layers replaced."""
         self.bank = bank
-        self.head = head
-        self.channel = channel
+        self.lm_head = lm_head
+        self.forward_context = forward_context
         self.device = device
         self.dtype = dtype
         self.kv_shapes = tuple(kv_shapes[layer] for layer in sorted(kv_shapes))
         self.sharded = sharded
         self.compiled = False
-        """Passes without KV pages, with adapters, take the layers' graphs (see ``speed_up``)."""
-        self.spare: SpareRows | None = None
-        """Room for adapters beside the weights, on CUDA."""
-        self.activations: Activations | None = None
+        """Passes without KV pages, with adapters, take the layers' graphs (see ``compile_layers``)."""
+        self.fused_lora_a: FusedLoraA | None = None
+        """Room for the A's of adapters behind the weights, on CUDA."""
+        self.activation_memory: ActivationMemory | None = None
         """What passes keep for their backward, as the warm-up found; None: unknown, nothing is recomputed."""
         self._has_graphs = False
         self.decoder = decoder
-        """The network without its head."""
+        """The network without its LM head."""
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     @property
@@ -80,41 +83,43 @@ class BaseModel:
         """False: sequences must not share a pass; callers pass one sequence at a time."""
         return self.facts.packable
 
-    def trunk(
-        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass
-    ) -> tuple[torch.Tensor, LoraPass | None]:
+    def decoder_forward(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, LoraBatch | None]:
         """Hidden states [T, D] after the final norm, in the base's dtype, and the resolved adapters for the head.
 
         ``tokens_T``, ``positions_T`` int64 [T] (positions restart in each sequence; with ``kv`` they go on from its
-        context). Records a graph iff grad is enabled; the gradient of the adapters then goes into ``pass_``'s gradient
+        context). Records a graph iff grad is enabled; the gradient of the adapters then goes into ``batch``'s gradient
         rows when the caller runs backward from the hidden states, with the base's parameters untouched.
         """
-        lora = LoraPass.of(pass_, self.bank)
-        return self._trunk(tokens_T, positions_T, pass_, lora), lora
+        lora = LoraBatch.of(batch, self.bank)
+        return self._decoder_forward(tokens_T, positions_T, batch, lora), lora
 
-    def _trunk(
-        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass, lora: LoraPass | None
+    def _decoder_forward(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: ForwardBatch, lora: LoraBatch | None
     ) -> torch.Tensor:
-        compiled = self.compiled and pass_.kv is None and lora is not None
-        self.channel.current = lora
-        self.channel.recomputed = self._recomputed_layers(pass_.num_tokens) if torch.is_grad_enabled() else 0
+        compiled = self.compiled and batch.kv is None and lora is not None
+        self.forward_context.current = lora
+        self.forward_context.num_recomputed = (
+            self._recomputed_layers(batch.num_tokens) if torch.is_grad_enabled() else 0
+        )
         try:
             with nullcontext() if compiled else self.eager():
-                hidden_TD = forward(self.decoder, tokens_T, positions_T, pass_)
+                hidden_TD = forward(self.decoder, tokens_T, positions_T, batch)
         finally:
-            self.channel.current = self.channel.given = None
+            self.forward_context.current = self.forward_context.joined_outputs = None
         if compiled and hidden_TD.requires_grad:
-            held: torch.Tensor = _Hold.apply(hidden_TD, pass_, lora)
+            held: torch.Tensor = _KeepAlive.apply(hidden_TD, batch, lora)
             return held
         return hidden_TD
 
     def _recomputed_layers(self, num_tokens: int) -> int:
-        if self.activations is None or self.sharded:  # ranks would not agree on the number
+        if self.activation_memory is None or self.sharded:  # ranks would not agree on the number
             return 0
-        return self.activations.recomputed_layers(num_tokens, self.free_bytes())
+        return self.activation_memory.recomputed_layers(num_tokens, self.free_bytes())
 
     def free_bytes(self) -> float:
-        """Of the device's memory, for tensors of this process; infinite where nobody counts it (CPU)."""
+        """Of the device's memory, for tensors of this process; infinite where it is not counted (CPU)."""
         if self.device.type != "cuda":
             return math.inf
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -123,50 +128,50 @@ class BaseModel:
     @property
     def has_experts(self) -> bool:
         """Which tokens meet which weights is decided inside the pass."""
-        return any("experts" in name.split(".") for name, _ in self.network.named_modules())
+        return has_experts(self.network)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
         """The decoder layers; none where the network does not keep them in one list."""
         return decoder_layers(self.network, len(self.kv_shapes))
 
-    def speed_up(self, layers: Sequence[nn.Module]) -> None:
-        """Compiles the head's elementwise work and each of ``layers``, and makes the graphs of a pass with and without
-        a backward. They serve every pass, whatever its tokens, lengths and adapters: T alone varies in them. What
-        cannot be compiled runs as it is, and the log says so."""
+    def compile_layers(self, layers: Sequence[nn.Module]) -> None:
+        """Compiles the LM head's elementwise work and each of ``layers``, and makes the graphs of a pass with and
+        without a backward. They serve every pass, whatever its tokens, lengths and adapters: T alone varies in them.
+        What cannot be compiled runs as it is, and the log says so."""
         start = time.monotonic()
         for layer in layers:
             layer.compile(dynamic=True)
         embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]
-        asking = embedding.register_forward_hook(ask_for_gradient)
-        self.head.compiled, self.compiled, self._has_graphs = True, len(layers) > 0, len(layers) > 0
+        hook = embedding.register_forward_hook(make_inputs_require_grad)
+        self.lm_head.compiled, self.compiled, self._has_graphs = True, len(layers) > 0, len(layers) > 0
         try:
             for grad in (True, False):
                 with torch.set_grad_enabled(grad), torch._inductor.config.patch(size_asserts=False):
                     self._warm_up_pass()
         except Exception:  # of the compiler: from Dynamo's own to a C compiler that is missing
             logger.warning("%s runs without torch.compile, which failed", self.facts.name, exc_info=True)
-            self.compiled = self.head.compiled = False
+            self.compiled = self.lm_head.compiled = False
         else:
             logger.info("%s compiled in %.0f s", self.facts.name, time.monotonic() - start)
-        self._note_activations()
+        self._measure_activations()
         if not layers:  # only compiled ones need it in every pass: theirs are the two graphs that were just made
-            asking.remove()
+            hook.remove()
 
-    def _warm_up_trunk(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _warm_up_decoder(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [T], hidden states [T, D])"""
-        pass_, lora = Pass(seq_lens=(WARM_UP_TOKENS,)), LoraPass(segments=())
+        batch, lora = ForwardBatch(seq_lens=(WARM_UP_TOKENS,)), LoraBatch(segments=())
         positions_T = torch.arange(WARM_UP_TOKENS, device=self.device)
         tokens_T = positions_T % self.facts.vocab_size
-        return tokens_T, self._trunk(tokens_T, positions_T, pass_, lora)
+        return tokens_T, self._decoder_forward(tokens_T, positions_T, batch, lora)
 
     def _warm_up_pass(self) -> None:
-        tokens_T, hidden_TD = self._warm_up_trunk()
-        head = self.head.logprobs(hidden_TD, tokens_T[:, None], None, loss=lambda _, logprobs_CK: -logprobs_CK)
+        tokens_T, hidden_TD = self._warm_up_decoder()
+        output = self.lm_head.logprobs(hidden_TD, tokens_T[:, None], None, loss=lambda _, logprobs_CK: -logprobs_CK)
         if hidden_TD.requires_grad:
-            hidden_TD.backward(head.dhidden_TD)
+            hidden_TD.backward(output.dhidden_TD)
 
-    def _note_activations(self) -> None:
+    def _measure_activations(self) -> None:
         """By what a pass keeps when everything has been compiled. It has no adapters, for which plain layers keep the
         inputs of their products besides (compiled ones always do)."""
         if self.device.type != "cuda":
@@ -174,56 +179,60 @@ class BaseModel:
         gc.collect()  # what is freed meanwhile would count against what is kept
         before = torch.cuda.memory_allocated(self.device)
         with torch.enable_grad(), torch._inductor.config.patch(size_asserts=False):
-            kept = self._warm_up_trunk()
+            kept = self._warm_up_decoder()
         num_bytes = torch.cuda.memory_allocated(self.device) - before
         del kept
-        num_layers, hidden_size = len(self.layers), self.head.weight_VD.shape[1]
+        num_layers, hidden_size = len(self.layers), self.lm_head.weight_VD.shape[1]
         if not self.compiled:
             linears = [m for m in self.network.modules() if isinstance(m, MultiLoraLinear)]
             inputs = sum(m.site.in_features for m in linears if m.sites[0] == m.site_index)
             num_bytes += inputs * WARM_UP_TOKENS * self.dtype.itemsize
         if num_layers:
-            self.activations = Activations(
+            self.activation_memory = ActivationMemory(
                 num_layers=num_layers,
                 layer=num_bytes / num_layers / WARM_UP_TOKENS,
                 input=hidden_size * self.dtype.itemsize,
-                fixed=self.head.chunk_bytes(),
+                fixed=self.lm_head.chunk_bytes(),
             )
 
     def empty_pass(self, *, backward: bool) -> None:
-        """For a rank that has nothing to compute while others do, where the layers are sharded."""
+        """For a rank without items while others have some, where the layers are sharded."""
         positions_T = torch.arange(MIN_ROWS, device=self.device)
         with torch.set_grad_enabled(backward):
-            hidden_TD, _ = self.trunk(positions_T % self.facts.vocab_size, positions_T, Pass(seq_lens=(MIN_ROWS,)))
+            hidden_TD, _ = self.decoder_forward(
+                positions_T % self.facts.vocab_size, positions_T, ForwardBatch(seq_lens=(MIN_ROWS,))
+            )
             if backward:
                 hidden_TD.backward(torch.zeros_like(hidden_TD))
 
-    def paged_trunk(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, step: decode.PagedStep) -> torch.Tensor:
+    def paged_decoder_forward(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: paged_batch.PagedBatch
+    ) -> torch.Tensor:
         """Hidden states [T, D] of a step over the KV pages on CUDA; T at least 8 in a decode step, which reads nothing
         back from the device. Within ``eager``, or with the layers' calls replaced by others: their graphs are for
         passes without pages."""
-        self.channel.current = step
+        self.forward_context.current = batch
         try:
-            return forward(self.decoder, tokens_T, positions_T, step)
+            return forward(self.decoder, tokens_T, positions_T, batch)
         finally:
-            self.channel.current = self.channel.given = None
+            self.forward_context.current = self.forward_context.joined_outputs = None
 
     def eager(self) -> AbstractContextManager[object]:
         """While it lasts, layers that have graphs run without them."""
         return torch.compiler.set_stance("force_eager") if self._has_graphs else nullcontext()
 
-    def pack_weights(self) -> None:
-        """For faster decode steps on CPU, at the cost of a second copy of the linear layers (see ``packed``). Joined
+    def prepack_weights(self) -> None:
+        """For faster decode steps on CPU, at the cost of a second copy of the linear layers (see ``prepacked``). Joined
         layers, which are there to be compiled, stay as they are, and so do sharded ones."""
         if self.sharded:
             return
         linears = [m for m in self.network.modules() if isinstance(m, MultiLoraLinear) and len(m.sites) == 1]
-        num_bytes = sum(linear.weight.nbytes for linear in linears) + self.head.weight_VD.nbytes
-        if num_bytes > packed.MAX_BYTES or self.head.packed is not None:
+        num_bytes = sum(linear.weight.nbytes for linear in linears) + self.lm_head.weight_VD.nbytes
+        if num_bytes > prepacked.MAX_BYTES or self.lm_head.prepacked is not None:
             return
         for linear in linears:
-            linear.packed = packed.pack(linear.weight_OI, linear.bias)
-        self.head.packed = packed.pack(self.head.weight_VD, self.head.bias_V)
+            linear.prepacked = prepacked.prepack(linear.weight_OI, linear.bias)
+        self.lm_head.prepacked = prepacked.prepack(self.lm_head.weight_VD, self.lm_head.bias_V)
 
     def make_kv_pool(self, num_pages: int) -> KVPool:
         """Zeroed pages for every layer."""
@@ -241,8 +250,8 @@ class BaseModel:
         return self._tokenizer
 
 
-class _Hold(torch.autograd.Function):
-    """Keeps what the compiled layers know by number only, as long as the graph that may still ask for it."""
+class _KeepAlive(torch.autograd.Function):
+    """Keeps what compiled layers know by number only alive as long as the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, hidden_TD: torch.Tensor, *held: object) -> torch.Tensor:
@@ -254,11 +263,15 @@ class _Hold(torch.autograd.Function):
         return grad_outputs[0], None, None
 
 
-def ask_for_gradient(embedding: nn.Module, inputs: object, output: torch.Tensor) -> None:
+def make_inputs_require_grad(embedding: nn.Module, inputs: object, output: torch.Tensor) -> None:
     """A forward hook: with it the first layer is like all others (frozen embeddings need no gradient), and one graph
     serves them all."""
     if torch.is_grad_enabled() and output.is_leaf:
         output.requires_grad_()
+
+
+def has_experts(network: nn.Module) -> bool:
+    return any("experts" in name.split(".") for name, _ in network.named_modules())
 
 
 def decoder_layers(network: nn.Module, num_layers: int) -> Sequence[nn.Module]:
@@ -270,13 +283,13 @@ def decoder_layers(network: nn.Module, num_layers: int) -> Sequence[nn.Module]:
 
 
 def forward(
-    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, pass_: Pass | decode.PagedStep
+    decoder: nn.Module, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: ForwardBatch | paged_batch.PagedBatch
 ) -> torch.Tensor:
     """Hidden states [T, D] of a decoder whose attention is ours. No transformers cache, whatever its name."""
     num_tokens = len(tokens_T)
     if num_tokens < MIN_ROWS:
         tokens_T, positions_T = (F.pad(x, (0, MIN_ROWS - num_tokens)) for x in (tokens_T, positions_T))
-    options: dict[str, Any] = {"use_cache": False, "plan": pass_}
+    options: dict[str, Any] = {"use_cache": False, "batch": batch}
     output = decoder(input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), **options)
     hidden: torch.Tensor = output.last_hidden_state
     return hidden[0, :num_tokens]

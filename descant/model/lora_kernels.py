@@ -1,15 +1,16 @@
 """Adapters' products of a training pass on CUDA: one Triton kernel each, whatever the adapters and their ranks.
 
 They are bound by memory: a rank is narrow, so what counts is how often the wide tensors are read and written.
-``shrink`` and ``pull`` read one once for all sites, ``expand`` and ``push`` write one, ``add_gradients`` reads both and
-adds straight to the fp32 gradient rows. A run's tokens are cut into tiles of one adapter each, or of none: no program
-ever reads another adapter's weights or tokens, so nothing of one tenant (a NaN) reaches another.
+``shrink`` and ``expand_backward`` read one once for all sites, ``expand`` and ``shrink_backward`` write one,
+``add_gradients`` reads both and adds straight to the fp32 gradient rows. A run's tokens are cut into tiles of one
+adapter each, or of none: no program ever reads another adapter's weights or tokens, so nothing of one tenant (a NaN)
+reaches another.
 
-A tile says where its adapter's row lies in memory and what its rank class is; a site's matrices are found from there,
-since they begin at the same number of features in a row of any class (``bank.Layout``). A program is as wide as the
-widest class of the run; what lies beyond its tile's rank is masked, so it costs arithmetic and no memory's time.
+A tile says where its adapter's row lies in memory and what its rank bucket is; a site's matrices are found from there,
+since they begin at the same number of features in a row of any bucket (``layout.Layout``). A program is as wide as the
+widest bucket of the run; what lies beyond its tile's rank is masked, so it costs arithmetic and no memory's time.
 
-Legend: T tokens, I in, O out, R widest rank class of the run, S sites that share the input (at most ``MAX_SITES``),
+Legend: T tokens, I in, O out, R widest rank bucket of the run, S sites that share the input (at most ``MAX_SITES``),
 C tiles, N spans.
 """
 
@@ -24,18 +25,18 @@ import torch
 import triton
 import triton.language as tl
 
-from descant.model.launch import Kernel
-from descant.model.passes import to_device
+from descant.model.forward_batch import to_device
+from descant.model.kernel_launch import Kernel
 
 MAX_SITES = 3
 MAX_RANK = 64
-"""Of larger classes the library's grouped products are as fast."""
+"""Of larger rank buckets the library's grouped products are as fast."""
 
 MAX_FEATURES = 32768
-"""Up to so many a program of ``pull`` runs through all of a site's. Over a vocabulary there would be too few programs:
-each takes a part of ``PART_FEATURES``, and the parts are added up in float32."""
+"""Up to so many a program of ``expand_backward`` runs through all of a site's. Over a vocabulary there would be too few
+programs: each takes a split of ``SPLIT_FEATURES``, and the splits are added up in float32."""
 
-PART_FEATURES = 8192
+SPLIT_FEATURES = 8192
 
 TILE_TOKENS = 64
 SPAN_TOKENS = 1024
@@ -44,11 +45,12 @@ SPAN_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """``tiles_C4`` int64: first token, end, address of the work row, rank class and, in the upper half, the bits of the
-    float32 scale. Those behind the first ``num_own`` are of tokens without an adapter, with rank 0. ``spans_N4``: the
-    same with the address of the gradient row, of the segments that have one. ``rank``: the widest class.
+    """``tiles_C4`` int64: first token, end, address of the compute copy, rank bucket and, in the upper half, the bits
+    of the float32 scale. Those behind the first ``num_own`` are of tokens without an adapter, with rank 0.
+    ``spans_N4``: the same with the address of the gradient row, of the segments that have one. ``rank``: the widest
+    bucket.
 
-    Whoever uses it holds the tensors that the rows are in."""
+    Its user holds the tensors that the rows are in."""
 
     tiles_C4: torch.Tensor
     spans_N4: torch.Tensor
@@ -58,7 +60,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sites:
-    """How many features lie before the sites' A and B in a row (the rank class times as many elements), and how wide
+    """How many features lie before the sites' A and B in a row (the rank bucket times as many elements), and how wide
     their outputs are."""
 
     a_begins: tuple[int, ...]
@@ -115,12 +117,12 @@ def _shrink(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _pull(  # type: ignore[no-untyped-def]
+def _expand_backward(  # type: ignore[no-untyped-def]
     dy, tiles, dh, dy_stride, b0, b1, b2,
     O0: tl.constexpr, O1: tl.constexpr, O2: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, FEATURES_PER_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    site, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    site, split = tl.program_id(1) // SPLIT_K, tl.program_id(1) % SPLIT_K
     start, end, row, rank, scale = _tile(tiles, tl.program_id(0), dy.dtype.element_ty)
     first = tl.where(site == 0, 0, tl.where(site == 1, O0, O0 + O1))
     features = tl.where(site == 0, O0, tl.where(site == 1, O1, O2))
@@ -129,13 +131,15 @@ def _pull(  # type: ignore[no-untyped-def]
     at_dy = dy + t[:, None].to(tl.int64) * dy_stride + tl.multiple_of(first, 8) + k[None, :]
     own, own_r = (t < end)[:, None], (r < rank)[None, :]
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for done in range(part * PART, tl.minimum(features, part * PART + PART), BLOCK_K):
+    for done in range(
+        split * FEATURES_PER_SPLIT, tl.minimum(features, split * FEATURES_PER_SPLIT + FEATURES_PER_SPLIT), BLOCK_K
+    ):
         inside = k < features - done
         dys = tl.load(at_dy + done, mask=own & inside[None, :], other=0.0)
         weights = tl.load(b + (done + k)[:, None] * rank + r[None, :], mask=own_r & inside[:, None], other=0.0)
         total += tl.dot(dys, weights)
     at_dh = dh + t[:, None] * (S * R) + site * R + r[None, :]
-    if PARTS > 1:
+    if SPLIT_K > 1:
         tl.atomic_add(at_dh, scale * total, mask=own & own_r, sem="relaxed")
     else:
         tl.store(at_dh, (scale * total).to(dh.dtype.element_ty), mask=own & own_r)
@@ -168,7 +172,7 @@ def _expand(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _push(  # type: ignore[no-untyped-def]
+def _shrink_backward(  # type: ignore[no-untyped-def]
     dh, tiles, dx, a0, a1, a2,
     IN: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, S: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -247,9 +251,9 @@ BLOCK = 128
 BLOCK_K = 64
 
 _SHRINK = Kernel(_shrink, num_warps=4, num_stages=4)
-_PULL = Kernel(_pull, num_warps=4, num_stages=4)
+_EXPAND_BACKWARD = Kernel(_expand_backward, num_warps=4, num_stages=4)
 _EXPAND = Kernel(_expand, num_warps=4, num_stages=1)
-_PUSH = Kernel(_push, num_warps=4, num_stages=1)
+_SHRINK_BACKWARD = Kernel(_shrink_backward, num_warps=4, num_stages=1)
 _OUTER = Kernel(_outer, num_warps=4, num_stages=4)
 
 
@@ -278,27 +282,27 @@ def expand(h_TR: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
     return y_TO
 
 
-def pull(dy_TO: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
+def expand_backward(dy_TO: torch.Tensor, tiles: Tiles, sites: Sites) -> torch.Tensor:
     """[T, S · R]: every token's scaled products with the B's of its adapter, transposed. Cells beyond its rank say
     nothing."""
     num_sites, widest = len(sites.widths), max(sites.widths)
-    parts = 1 if widest <= MAX_FEATURES else -(-widest // PART_FEATURES)
-    part = PART_FEATURES if parts > 1 else widest
+    split_k = 1 if widest <= MAX_FEATURES else -(-widest // SPLIT_FEATURES)
+    split_features = SPLIT_FEATURES if split_k > 1 else widest
     shape = (len(dy_TO), num_sites * tiles.rank)
-    dh_TR = dy_TO.new_empty(shape) if parts == 1 else dy_TO.new_zeros(shape, dtype=torch.float32)
-    _PULL(
-        (tiles.num_own, num_sites * parts),
+    dh_TR = dy_TO.new_empty(shape) if split_k == 1 else dy_TO.new_zeros(shape, dtype=torch.float32)
+    _EXPAND_BACKWARD(
+        (tiles.num_own, num_sites * split_k),
         (dy_TO, tiles.tiles_C4, dh_TR),
         (dy_TO.stride(0), *_three(sites.b_begins)),
-        (*_three(sites.widths), *_ranks(tiles), num_sites, TILE_TOKENS, BLOCK_K, parts, part),
+        (*_three(sites.widths), *_ranks(tiles), num_sites, TILE_TOKENS, BLOCK_K, split_k, split_features),
     )
     return dh_TR.to(dy_TO.dtype)
 
 
-def push(dh_TR: torch.Tensor, in_features: int, tiles: Tiles, sites: Sites) -> torch.Tensor:
+def shrink_backward(dh_TR: torch.Tensor, in_features: int, tiles: Tiles, sites: Sites) -> torch.Tensor:
     """[T, I]: dX of the adapters, zeros of tokens without one."""
     dx_TI = dh_TR.new_empty(len(dh_TR), in_features)
-    _PUSH(
+    _SHRINK_BACKWARD(
         (_blocks((in_features,)), len(tiles.tiles_C4)),
         (dh_TR, tiles.tiles_C4, dx_TI),
         _three(sites.a_begins),
@@ -338,28 +342,28 @@ def _ranks(tiles: Tiles) -> tuple[int, int]:
 
 
 class TileSegment(NamedTuple):
-    """Tokens ``start:end`` of one adapter, its rank class, and the addresses of its rows."""
+    """Tokens ``start:end`` of one adapter, its rank bucket, and the addresses of its rows."""
 
     start: int
     end: int
     rank: int
     scale: float
-    work: int
+    compute: int
     gradient: int | None
 
 
 def make_tiles(segments: Sequence[TileSegment], num_tokens: int, device: torch.device) -> Tiles:
     """For all of ``num_tokens`` tokens, in one copy to the device."""
-    own, spans, bare, end = [], [], [], 0
+    own, spans, base_only, end = [], [], [], 0
     for segment in segments:
-        bare += _pieces(end, segment.start, TILE_TOKENS)
+        base_only += _cut(end, segment.start, TILE_TOKENS)
         end = segment.end
         kind = segment.rank | int(np.float32(segment.scale).view(np.int32)) << 32
-        own += [(*piece, segment.work, kind) for piece in _pieces(segment.start, end, TILE_TOKENS)]
+        own += [(*bounds, segment.compute, kind) for bounds in _cut(segment.start, end, TILE_TOKENS)]
         if segment.gradient is not None:
-            spans += [(*piece, segment.gradient, kind) for piece in _pieces(segment.start, end, SPAN_TOKENS)]
-    bare += _pieces(end, num_tokens, TILE_TOKENS)
-    tiles = [*own, *((*piece, 0, 0) for piece in bare)]
+            spans += [(*bounds, segment.gradient, kind) for bounds in _cut(segment.start, end, SPAN_TOKENS)]
+    base_only += _cut(end, num_tokens, TILE_TOKENS)
+    tiles = [*own, *((*bounds, 0, 0) for bounds in base_only)]
     both = to_device(torch.tensor([*tiles, *spans], dtype=torch.int64), device)
     return Tiles(
         tiles_C4=both[: len(tiles)],
@@ -369,5 +373,5 @@ def make_tiles(segments: Sequence[TileSegment], num_tokens: int, device: torch.d
     )
 
 
-def _pieces(start: int, end: int, tokens: int) -> list[tuple[int, int]]:
+def _cut(start: int, end: int, tokens: int) -> list[tuple[int, int]]:
     return [(first, min(first + tokens, end)) for first in range(start, end, tokens)]

@@ -3,16 +3,16 @@
 A program of prefill takes one tile of query rows of one sequence and one key head, and walks the sequence's pages with
 a running maximum and float32 sums. A page of one head is one contiguous block ``[PAGE_TOKENS, D]``.
 
-A program of decode takes one piece of a sequence's keys and one key head, with all query heads of its group: it reads
-each key and value once. The sequence's last piece also writes the new token's key and value, and counts them from
-registers. Where a sequence's keys end does not move its other pieces, so what comes out does not depend on who else is
-in the batch. Sequences of several pieces have them added by a second kernel, in their order.
+A program of decode takes one KV split of a sequence (flash-decoding) and one key head, with all query heads of its
+group: it reads each key and value once. The sequence's last split also writes the new token's key and value, and counts
+them from registers. Where a sequence's keys end does not move its other splits, so its output does not depend on the
+rest of the batch. A second kernel combines the partial outputs of several splits, in their order.
 
 Cells beyond a sequence's end are never read (a masked load gives 0), so what an earlier owner left in a page's tail
-reaches nobody.
+reaches no other sequence.
 
 Legend: T tokens, B sequences, N sequences of one new token, H query heads, K key heads, G = H / K, D head size, C tiles
-or pieces, W width of the page table.
+or KV splits, W width of the page table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from descant.model.decode import PAGED_STEPS, DecodePass
-from descant.model.passes import PAGE_TOKENS, Pass, to_device
+from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, to_device
+from descant.model.paged_batch import PAGED_BATCHES, DecodeMetadata
 
 PREFILL_ROWS = 64
 """Query rows (tokens times G) of a prefill tile: one tile of the matrix unit."""
@@ -169,9 +169,9 @@ def _decode(  # type: ignore[no-untyped-def]
     keys,
     values,
     table,
-    pieces,
+    splits,
     out,
-    parts,
+    partials,
     logsumexp,
     scaling,
     softcap,
@@ -195,12 +195,12 @@ def _decode(  # type: ignore[no-untyped-def]
     IEEE: tl.constexpr,
 ):
     head = tl.program_id(0)
-    piece = pieces + tl.program_id(1) * 5
-    row = tl.load(piece)
-    begin = tl.load(piece + 1)
-    end = tl.load(piece + 2)
-    position = tl.load(piece + 3)
-    part = tl.load(piece + 4)
+    split = splits + tl.program_id(1) * 5
+    row = tl.load(split)
+    begin = tl.load(split + 1)
+    end = tl.load(split + 2)
+    position = tl.load(split + 3)
+    partial = tl.load(split + 4)
     if row < 0:
         return
     m = tl.arange(0, BLOCK_M)
@@ -213,7 +213,7 @@ def _decode(  # type: ignore[no-untyped-def]
         mask=(m < G)[:, None] & (d < D)[None, :],
         other=0.0,
     )
-    # The last piece begins with the new token itself.
+    # The last split begins with the new token itself.
     own = end == position
     own_key = tl.load(key + row * key_stride_t + head * key_stride_h + d, mask=d < D, other=0.0)
     own_value = tl.load(value + row * value_stride_t + head * value_stride_h + dv, mask=dv < DV, other=0.0)
@@ -259,20 +259,20 @@ def _decode(  # type: ignore[no-untyped-def]
         highest = higher
 
     mask = (m < G)[:, None] & (dv < DV)[None, :]
-    # A piece that is out of the window wholly has no total, and weighs nothing.
+    # A split that is out of the window wholly has no total, and weighs nothing.
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    if part < 0:
+    if partial < 0:
         at_out = (row * (K * G) + query_head)[:, None] * DV + dv[None, :]
         tl.store(out + at_out, sums.to(out.dtype.element_ty), mask=mask)
     else:
-        at_part = part * (K * G) + query_head
-        tl.store(parts + at_part[:, None] * DV + dv[None, :], sums, mask=mask)
-        tl.store(logsumexp + at_part, tl.log(total) + highest, mask=m < G)
+        at_partial = partial * (K * G) + query_head
+        tl.store(partials + at_partial[:, None] * DV + dv[None, :], sums, mask=mask)
+        tl.store(logsumexp + at_partial, tl.log(total) + highest, mask=m < G)
 
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    parts,
+    partials,
     logsumexp,
     out,
     ranges,
@@ -295,14 +295,14 @@ def _combine(  # type: ignore[no-untyped-def]
     for block in range(0, count, BLOCK_P):
         live = block + p < count
         at = (first + block + p) * H + head
-        share = tl.load(logsumexp + at, mask=live, other=float("-inf"))
-        part = tl.load(parts + at[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
-        higher = tl.maximum(highest, tl.max(share, 0))
+        lse = tl.load(logsumexp + at, mask=live, other=float("-inf"))
+        partial = tl.load(partials + at[:, None] * DV + dv[None, :], mask=live[:, None] & (dv < DV)[None, :], other=0.0)
+        higher = tl.maximum(highest, tl.max(lse, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(share - base)
+        weights = tl.exp(lse - base)
         fade = tl.exp(highest - base)
         total = total * fade + tl.sum(weights, 0)
-        sums = sums * fade + tl.sum(weights[:, None] * part, 0)
+        sums = sums * fade + tl.sum(weights[:, None] * partial, 0)
         highest = higher
     tl.store(out + (row * H + head) * DV + dv, (sums / total).to(out.dtype.element_ty), mask=dv < DV)
 
@@ -313,18 +313,18 @@ def paged_attention(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pass_: Pass,
+    batch: ForwardBatch,
     *,
     scaling: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
     """Writes the tokens' keys and values into their pages, then attends over all of the sequence. ``query`` [T, H, D],
-    ``key`` and ``value`` [T, K, D], ``keys`` and ``values`` the layer's pages; [T, H, D] contiguous. ``pass_`` has
+    ``key`` and ``value`` [T, K, D], ``keys`` and ``values`` the layer's pages; [T, H, D] contiguous. ``batch`` has
     ``kv``; tokens behind its own only fill up the rows: 0 comes out for them."""
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     shape = _Shape.of(query, key, value)
-    tiles_C4, table_BW, tile_tokens = _prefill_tensors(pass_, shape.group, query.device)
+    tiles_C4, table_BW, tile_tokens = _prefill_tensors(batch, shape.group, query.device)
     _write[(len(tiles_C4), shape.heads)](
         key,
         value,
@@ -347,7 +347,7 @@ def paged_attention(
         num_warps=4,
     )
     out = query.new_empty(len(query), query.shape[1], shape.value_size)
-    out[pass_.num_tokens :].zero_()
+    out[batch.num_tokens :].zero_()
     wide = query.dtype == torch.float32
     _attend[(len(tiles_C4), shape.heads)](
         query,
@@ -405,14 +405,14 @@ class _Shape:
         return max(16, int(triton.next_power_of_2(self.value_size)))
 
 
-def _prefill_tensors(pass_: Pass, group: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _prefill_tensors(batch: ForwardBatch, group: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Tiles, page table (int32) and the tokens of a tile: made once a pass."""
-    kv, key = pass_.kv, f"paged/{group}"
+    kv, key = batch.kv, f"paged/{group}"
     assert kv is not None
-    if key not in pass_.cache:
-        tiles, tile_tokens = prefill_tiles(pass_.seq_lens, kv.context_lens, group)
-        pass_.cache[key] = (to_device(tiles, device), kv.page_table.to(device, torch.int32), tile_tokens)
-    return cast("tuple[torch.Tensor, torch.Tensor, int]", pass_.cache[key])
+    if key not in batch.cache:
+        tiles, tile_tokens = prefill_tiles(batch.seq_lens, kv.context_lens, group)
+        batch.cache[key] = (to_device(tiles, device), kv.page_table.to(device, torch.int32), tile_tokens)
+    return cast("tuple[torch.Tensor, torch.Tensor, int]", batch.cache[key])
 
 
 def _attention(
@@ -426,12 +426,12 @@ def _attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    pass_ = PAGED_STEPS[handle].attention
-    if isinstance(pass_, Pass):
+    batch = PAGED_BATCHES[handle].attention
+    if isinstance(batch, ForwardBatch):
         return paged_attention(
-            query, key, value, keys, values, pass_, scaling=scaling, window=window or None, softcap=softcap or None
+            query, key, value, keys, values, batch, scaling=scaling, window=window or None, softcap=softcap or None
         )
-    return decode_attention(query, key, value, keys, values, pass_, scaling=scaling, window=window, softcap=softcap)
+    return decode_attention(query, key, value, keys, values, batch, scaling=scaling, window=window, softcap=softcap)
 
 
 def decode_attention(
@@ -440,33 +440,33 @@ def decode_attention(
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pass_: DecodePass,
+    batch: DecodeMetadata,
     *,
     scaling: float,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """As ``paged_attention``, of one new token a sequence; 0: no window, no soft cap. Rows without a piece stay
+    """As ``paged_attention``, of one new token a sequence; 0: no window, no soft cap. Rows without a split stay
     undefined."""
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     shape = _Shape.of(query, key, value)
     num_heads = query.shape[1]
     out = query.new_empty(len(query), num_heads, shape.value_size)
-    parts, logsumexp = out, out
-    if pass_.num_parts:
-        parts = query.new_empty(pass_.num_parts, num_heads, shape.value_size, dtype=torch.float32)
-        logsumexp = query.new_empty(pass_.num_parts, num_heads, dtype=torch.float32)
+    partials, logsumexp = out, out
+    if batch.num_partials:
+        partials = query.new_empty(batch.num_partials, num_heads, shape.value_size, dtype=torch.float32)
+        logsumexp = query.new_empty(batch.num_partials, num_heads, dtype=torch.float32)
     wide = query.dtype == torch.float32
-    _decode[(shape.heads, pass_.num_pieces)](
+    _decode[(shape.heads, batch.num_splits)](
         query,
         key,
         value,
         keys,
         values,
-        pass_.table_NW,
-        pass_.pieces_C5,
+        batch.table_NW,
+        batch.splits_C5,
         out,
-        parts,
+        partials,
         logsumexp,
         scaling,
         softcap,
@@ -476,7 +476,7 @@ def decode_attention(
         key.stride(1),
         value.stride(0),
         value.stride(1),
-        pass_.table_NW.stride(0),
+        batch.table_NW.stride(0),
         K=shape.heads,
         G=shape.group,
         D=shape.size,
@@ -491,12 +491,12 @@ def decode_attention(
         num_warps=4,
         num_stages=1 if wide else (3 if max(shape.size, shape.value_size) <= 128 else 2),
     )
-    if pass_.num_parts:
+    if batch.num_partials:
         _combine[(len(query), num_heads)](
-            parts,
+            partials,
             logsumexp,
             out,
-            pass_.parts_N2,
+            batch.partials_N2,
             H=num_heads,
             DV=shape.value_size,
             BLOCK_DV=shape.block_dv,
@@ -506,22 +506,22 @@ def decode_attention(
     return out
 
 
-# The pages are written as well, but nothing else in a compiled layer reads them: told as a mutation, they would have to
-# pass through its graph.
-_LIBRARY = torch.library.Library("descant_decode", "FRAGMENT")
+# The pages are written as well, but nothing else in a compiled layer reads them: declared as a mutation, they would
+# have to pass through its graph.
+_LIBRARY = torch.library.Library("descant", "FRAGMENT")
 _LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor handle, float scaling, "
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, Tensor handle, float scaling, "
     "int window, float softcap) -> Tensor"
 )
-_LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+_LIBRARY.impl("paged_attention", _attention, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("descant_decode::attention", lib=_LIBRARY)
+@torch.library.register_fake("descant::paged_attention", lib=_LIBRARY)
 def _attention_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: object) -> torch.Tensor:
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-def step_attention(
+def paged_batch_attention(
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
@@ -533,9 +533,9 @@ def step_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Either of them, as the ``PagedStep`` of this ``handle`` says; [T, H, D] contiguous. One operator, so that a
+    """Either of them, as the ``PagedBatch`` of this ``handle`` says; [T, H, D] contiguous. One operator, so that a
     compiled layer sees T and nothing else that varies."""
-    out: torch.Tensor = torch.ops.descant_decode.attention(
+    out: torch.Tensor = torch.ops.descant.paged_attention(
         query_THD, key_TKD, value_TKD, keys, values, handle, scaling, window or 0, softcap or 0.0
     )
     return out

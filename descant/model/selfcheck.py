@@ -1,8 +1,8 @@
 """Is this model one whose sequences meet only inside the attention function? Asked of every model that is loaded.
 
-Tokens of several people share a pass. A model that lets neighbours meet elsewhere (linear attention, convolution, state
-space) or that reads something off the whole pass would mix them without an error, so random sequences go through the
-network as transformers wrote it, and through ours alone, packed, beside other neighbours, and over KV pages.
+Tokens of several tenants share a pass. A model that lets neighbours meet elsewhere (linear attention, convolution,
+state space) or that reads something off the whole pass would mix them without an error, so random sequences go through
+the network as transformers wrote it, and through ours alone, packed, beside other neighbours, and over KV pages.
 
 Small models are checked in float32, to ``TOLERANCE`` or what transformers' own two attentions are apart; one of more
 than ``FLOAT32_PARAMETERS`` in its own dtype, where rounding hides what is below ``HALF_TOLERANCE``: what a neighbour
@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from descant.errors import UserError
 from descant.model.attention import KV_SHAPES
 from descant.model.base import forward, make_kv_pool
-from descant.model.head import Head
-from descant.model.passes import PAGE_TOKENS, KVPass, Pass
+from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, PagedKV
+from descant.model.lm_head import LmHead
 
 TOLERANCE = 1e-4
 """Of the largest logit (or hidden state), in float32."""
@@ -46,7 +46,7 @@ KVShapes = dict[int, tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SelfCheckResult:
     """``packable`` False: right alone, wrong beside others."""
 
     packable: bool
@@ -58,6 +58,12 @@ def random_sequences(vocab_size: int, max_length: int, device: torch.device) -> 
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, max_length) for length in LENGTHS]
     return [torch.randint(vocab_size, (length,), generator=generator).to(device) for length in lengths]
+
+
+NOT_THROUGH_THE_INTERFACE = (
+    "its layers do not attend through transformers' attention interface, or do not hand on to it all that they are "
+    "called with"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +110,23 @@ def in_float32(network: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def selfcheck(
     decoder: nn.Module,
-    head: Head,
+    lm_head: LmHead,
     sequences: Sequence[torch.Tensor],
     reference: Reference | None,
     *,
     num_layers: int,
     tolerance: float,
-) -> Verdict:
+) -> SelfCheckResult:
     """Raises ``UserError`` with the reason alone; the caller names the architecture. ``reference`` None: only what can
     be seen without comparing."""
-    plan = Pass(seq_lens=tuple(len(tokens) for tokens in sequences[:1]))
+    batch = ForwardBatch(seq_lens=tuple(len(tokens) for tokens in sequences[:1]))
     kv_shapes: KVShapes = {}
-    plan.cache[KV_SHAPES] = kv_shapes
+    batch.cache[KV_SHAPES] = kv_shapes
     try:
-        forward(decoder, sequences[0], _positions(sequences[0]), plan)
+        forward(decoder, sequences[0], _positions(sequences[0]), batch)
     except (TypeError, ValueError, NotImplementedError) as error:
         if not kv_shapes:
-            raise UserError(f"its layers do not attend through transformers' attention interface ({error})") from error
+            raise UserError(NOT_THROUGH_THE_INTERFACE) from error
         raise
     if sorted(kv_shapes) != list(range(num_layers)):
         raise UserError(
@@ -129,11 +135,11 @@ def selfcheck(
         )
 
     if reference is None:
-        return Verdict(packable=True, kv_shapes=kv_shapes)
+        return SelfCheckResult(packable=True, kv_shapes=kv_shapes)
     tolerance = max(tolerance, 4 * reference.noise)
     alone = [_run(decoder, [tokens])[0] for tokens in sequences]
     for tokens, hidden, want in zip(sequences, alone, reference.logits):
-        wrong = _difference(head.logits(hidden, None), want)
+        wrong = _difference(lm_head.logits(hidden, None), want)
         if not wrong <= tolerance:
             raise UserError(
                 f"its logits for {len(tokens)} tokens differ from transformers' own by {wrong:.1e} of the largest, "
@@ -141,7 +147,7 @@ def selfcheck(
             )
     shapes = tuple(kv_shapes[layer] for layer in range(num_layers))
     if _is_packable(decoder, sequences, alone, shapes, tolerance):
-        return Verdict(packable=True, kv_shapes=kv_shapes)
+        return SelfCheckResult(packable=True, kv_shapes=kv_shapes)
     for tokens, want in zip(sequences, alone):
         wrong = _difference(_run_paged(decoder, [tokens], shapes)[0], want)
         if not wrong <= tolerance:
@@ -149,7 +155,7 @@ def selfcheck(
                 f"its hidden states over KV pages differ from those of one pass by {wrong:.1e} of the largest, "
                 f"expected {tolerance:.0e}"
             )
-    return Verdict(packable=False, kv_shapes=kv_shapes)
+    return SelfCheckResult(packable=False, kv_shapes=kv_shapes)
 
 
 def _is_packable(
@@ -176,9 +182,9 @@ def _positions(tokens: torch.Tensor, start: int = 0) -> torch.Tensor:
 
 
 def _run(decoder: nn.Module, sequences: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    plan = Pass(seq_lens=tuple(len(tokens) for tokens in sequences))
+    batch = ForwardBatch(seq_lens=tuple(len(tokens) for tokens in sequences))
     positions = torch.cat([_positions(tokens) for tokens in sequences])
-    return list(forward(decoder, torch.cat(list(sequences)), positions, plan).split(list(plan.seq_lens)))
+    return list(forward(decoder, torch.cat(list(sequences)), positions, batch).split(list(batch.seq_lens)))
 
 
 def _run_paged(
@@ -199,12 +205,12 @@ def _run_paged(
         members = [i for i, (start, end) in enumerate(cut) if start < end]
         if not members:
             continue
-        kv = KVPass(pool=pool, page_table=table[members], context_lens=tuple(cut[i][0] for i in members))
-        pieces = [sequences[i][slice(*cut[i])] for i in members]
-        plan = Pass(seq_lens=tuple(len(piece) for piece in pieces), kv=kv)
-        positions = torch.cat([_positions(piece, cut[i][0]) for i, piece in zip(members, pieces)])
-        hidden = forward(decoder, torch.cat(pieces), positions, plan)
-        for i, part in zip(members, hidden.split(list(plan.seq_lens))):
+        kv = PagedKV(pool=pool, page_table=table[members], context_lens=tuple(cut[i][0] for i in members))
+        chunks = [sequences[i][slice(*cut[i])] for i in members]
+        batch = ForwardBatch(seq_lens=tuple(len(chunk) for chunk in chunks), kv=kv)
+        positions = torch.cat([_positions(chunk, cut[i][0]) for i, chunk in zip(members, chunks)])
+        hidden = forward(decoder, torch.cat(chunks), positions, batch)
+        for i, part in zip(members, hidden.split(list(batch.seq_lens))):
             parts[i].append(part)
     return [torch.cat(part) for part in parts]
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from descant.model.launch import Kernel
+from descant.model.kernel_launch import Kernel
 
 BLOCK = 1024
 

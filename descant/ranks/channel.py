@@ -1,7 +1,7 @@
-"""How server and rank are joined: frames on a socket pair, and a board of shared memory that says what runs.
+"""The connection of server and rank: frames on a socket pair, and a turn status in shared memory that says what runs.
 
 A frame is its length (8 bytes, little endian) and a pickle (protocol 5). Both ends are our own processes and the pair
-has no name, so nobody else can write into it.
+has no name, so no other process can write into it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import tempfile
 import threading
 from collections.abc import Callable
 
-from descant.ranks.messages import FromRank, ToRank
-from descant.ranks.settings import Seat
+from descant.ranks.ops import RankRequest, RankResponse
+from descant.ranks.settings import RankAssignment
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +37,22 @@ class RankChannel:
         self._reader = sock.makefile("rb", buffering=1 << 16)
         self._lock = threading.Lock()
 
-    def send(self, message: FromRank) -> None:
+    def send(self, message: RankResponse) -> None:
         frame = encode(message)
         with self._lock:
             self._sock.sendall(frame)
 
-    def receive(self) -> ToRank | object | None:
+    def receive(self) -> RankRequest | RankAssignment | None:
         """The next message; None when the server is gone."""
         head = self._reader.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack(head)
         body = self._reader.read(length)
-        return pickle.loads(body) if len(body) == length else None
+        if len(body) < length:
+            return None
+        message: RankRequest | RankAssignment = pickle.loads(body)
+        return message
 
 
 class ServerChannel:
@@ -60,28 +63,28 @@ class ServerChannel:
         self.closed: asyncio.Task[None]
 
     @classmethod
-    async def open(cls, sock: socket.socket, receive: Callable[[FromRank], None]) -> ServerChannel:
+    async def open(cls, sock: socket.socket, receive: Callable[[RankResponse], None]) -> ServerChannel:
         """Over a connected socket, which it owns from now on; of this machine or to another."""
         opens = asyncio.open_unix_connection if sock.family == socket.AF_UNIX else asyncio.open_connection
         return cls.over(*await opens(sock=sock), receive)
 
     @classmethod
     def over(
-        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receive: Callable[[FromRank], None]
+        cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, receive: Callable[[RankResponse], None]
     ) -> ServerChannel:
         """Over a connection that is known to be a rank's."""
         channel = cls(writer)
         channel.closed = asyncio.create_task(channel._read(reader, receive))
         return channel
 
-    def send(self, message: ToRank | Seat) -> None:
+    def send(self, message: RankRequest | RankAssignment) -> None:
         self._writer.write(encode(message))
 
     def close(self) -> None:
         self.closed.cancel()
         self._writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader, receive: Callable[[FromRank], None]) -> None:
+    async def _read(self, reader: asyncio.StreamReader, receive: Callable[[RankResponse], None]) -> None:
         try:
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
@@ -92,7 +95,7 @@ class ServerChannel:
             log.exception("the rank's channel broke")
 
 
-class Board:
+class TurnStatus:
     """What the rank runs now, readable by the server at any time and after the rank's death: no message, no wake-up.
 
     Layout: number of the turn (8 bytes), then a sentence. A torn read may mix two sentences; it is for people.
@@ -104,8 +107,9 @@ class Board:
         """Without ``fd``: a new one, whose ``fd`` a child may inherit."""
         self._file = None
         if fd is None:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the board
-            self._file.truncate(self.SIZE)
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the turn status
+            self._file.write(bytes(self.SIZE))  # on a full disk this raises; a page without a place would be a SIGBUS
+            self._file.flush()
             fd = self._file.fileno()
         self.fd = fd
         self._map = mmap.mmap(fd, self.SIZE)

@@ -1,8 +1,9 @@
 """How a replica's ranks are started, and what the server holds of them once they run.
 
 A ``Launcher`` starts all ranks of one replica and returns a ``Link`` to them. Rank 0 leads: its channel carries all
-that is said while the replica serves; the others' carry their phases while they start, and nothing afterwards. Between
-several ranks stands a referee (``descant.dist``), which says who was at fault when one of them dies, stops or is late.
+messages while the replica serves; the others' carry their phases while they start, and nothing afterwards. Between
+several ranks stands a coordinator (``descant.distributed``): it reports which rank failed when one dies, stops or is
+late.
 
 ``start_processes`` is the launcher of this machine; ``run`` of ``descant.ranks.rank_main`` is what each rank does,
 however it was started. No torch is imported here.
@@ -25,17 +26,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from descant.dist.failure import DistributedFailure, read_report
-from descant.dist.process import process_status
-from descant.dist.referee import RefereeProcess
+from descant.distributed.coordinator.process import CoordinatorProcess
+from descant.distributed.failure import DistributedFailure, read_report
+from descant.distributed.process_table import process_status
 from descant.errors import DescantError
-from descant.ranks.channel import Board, ServerChannel
-from descant.ranks.messages import FromRank, Ready, StartFailed, Starting, Stop, ToRank
+from descant.ranks.channel import ServerChannel, TurnStatus
+from descant.ranks.ops import START, RankRequest, RankResponse, Stop
 from descant.ranks.rank_main import rank_command, rank_environment
-from descant.ranks.settings import RankSettings, RankSpec, Seat
+from descant.ranks.settings import RankAssignment, RankSpec, SampleSettings
 
 if TYPE_CHECKING:
-    from descant.ranks.loop import Executor
+    from descant.ranks.executor import Executor
 
 log = logging.getLogger(__name__)
 
@@ -43,29 +44,29 @@ KEPT_LINES = 40
 EXIT_TIMEOUT_S = 1.0
 """How long the rest of a rank may take once a part of it has ended: its output, its channel, its process."""
 STOP_TIMEOUT_S = 5.0
-"""How long ranks may take to end one after another when they were told to."""
-VERDICT_INTERVAL_S = 0.25
-"""How often it is looked whether there is a verdict, though no rank has ended."""
-VERDICT_TIMEOUT_S = 1.0
-"""How long the referee may take to say why a rank has ended; it usually has before the rank is gone."""
-LAST_WORDS_S = 0.2
-"""What ranks have from a verdict on to tell their logs of it."""
+"""How long ranks may take to end one after another after ``Stop``."""
+FAILURE_INTERVAL_S = 0.25
+"""How often the coordinator's report is polled while no rank has ended."""
+FAILURE_TIMEOUT_S = 1.0
+"""How long the coordinator may take to report why a rank has ended; it usually has before the rank is gone."""
+LOG_GRACE_S = 0.2
+"""What ranks have from a failure on to log it."""
 
 Phase = Callable[[str], None]
-Receive = Callable[[FromRank], None]
+Receive = Callable[[RankResponse], None]
 Launcher = Callable[[RankSpec, Receive], Awaitable["Link"]]
-"""Starts every rank of a replica (``settings.ranks_per_replica``) and returns at once. What rank 0 says goes to the
+"""Starts every rank of a replica (``parallel.data_parallel_size``) and returns at once. What rank 0 says goes to the
 second argument, in order, on the event loop's thread. Raises ``OSError`` or ``ServerError``, and has left nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """How a replica's ranks have ended, all of them. ``rank``: the one at fault, None where there is one only. ``how``
-    completes "rank 1 of smollm2 …". ``verdict``: the referee's."""
+class RanksExit:
+    """How a replica's ranks have ended, all of them. ``rank``: the one that failed, None where there is one only.
+    ``how`` completes "rank 1 of smollm2 …". ``failure``: the coordinator's report."""
 
     how: str
     rank: int | None = None
-    verdict: DistributedFailure | None = None
+    failure: DistributedFailure | None = None
 
 
 class Link(Protocol):
@@ -74,9 +75,9 @@ class Link(Protocol):
     pids: Sequence[int]
     """The ranks' processes, by rank; none where they are not processes."""
     nodes: Sequence[str]
-    """The machine of each, as people call it; "" for this one."""
+    """The machine's name of each; "" for this one."""
 
-    def send(self, message: ToRank) -> None:
+    def send(self, request: RankRequest) -> None:
         """To rank 0."""
         ...
 
@@ -84,24 +85,24 @@ class Link(Protocol):
         """All ranks."""
         ...
 
-    async def ended(self) -> End:
+    async def ended(self) -> RanksExit:
         """Waits until one rank has ended, ends the others, and returns when all of them are gone."""
         ...
 
-    def board(self) -> tuple[int, str]:
-        """What rank 0 runs now (``Board.read``); may be a moment old."""
+    def turn_status(self) -> tuple[int, str]:
+        """What rank 0 runs now (``TurnStatus.read``); may be a moment old."""
         ...
 
     def last_lines(self) -> str:
-        """The end of what the ranks printed, the one at fault first."""
+        """The end of what the ranks printed, the failed one first."""
         ...
 
     def stopped(self) -> Sequence[int]:
-        """Ranks that a signal holds (SIGSTOP), so that they will answer nothing."""
+        """Ranks that are stopped by a signal (SIGSTOP)."""
         ...
 
     def close(self) -> None:
-        """Lets go of what outlives the ranks."""
+        """Frees what outlives the ranks."""
         ...
 
 
@@ -110,11 +111,11 @@ class RankHandle(Protocol):
 
     pid: int
     node: str
-    """Its machine, as people call it; "" for this one."""
+    """Its machine's name; "" for this one."""
 
     @property
-    def board(self) -> BoardReader: ...
-    def send(self, message: ToRank) -> None: ...
+    def turn_status(self) -> TurnStatusReader: ...
+    def send(self, request: RankRequest) -> None: ...
     def kill(self) -> None: ...
     async def exited(self) -> str:
         """Waits until it has, and nothing more comes from it; how, in words ("(process 17) exited with code 1")."""
@@ -123,71 +124,71 @@ class RankHandle(Protocol):
     def last_lines(self) -> str: ...
     def is_stopped(self) -> bool: ...
     def close(self) -> None:
-        """Lets go of what outlives it."""
+        """Frees what outlives it."""
         ...
 
 
-class BoardReader(Protocol):
-    """The server's end of a ``channel.Board``."""
+class TurnStatusReader(Protocol):
+    """The server's end of a ``channel.TurnStatus``."""
 
     def read(self) -> tuple[int, str]: ...
 
 
 class Ranks:
-    """``Link`` to ranks that have a handle each, and to their referee, if they have one. ``directory``: the referee's,
-    removed at the end."""
+    """``Link`` to ranks that have a handle each, and to their coordinator, if they have one. ``directory``: the
+    coordinator's, removed at the end."""
 
     def __init__(
-        self, ranks: Sequence[RankHandle], referee: RefereeProcess | None = None, directory: str | None = None
+        self, ranks: Sequence[RankHandle], coordinator: CoordinatorProcess | None = None, directory: str | None = None
     ):
         self._ranks = ranks
-        self._referee = referee
+        self._coordinator = coordinator
         self._directory = directory
-        self._culprit = 0
+        self._failed_rank = 0
         self._stopping = False
         self._killed = False
-        self._verdict: DistributedFailure | None = None
+        self._failure: DistributedFailure | None = None
         self.pids: Sequence[int] = [process.pid for process in ranks]
         self.nodes: Sequence[str] = [process.node for process in ranks]
 
-    def send(self, message: ToRank) -> None:
-        self._stopping = self._stopping or isinstance(message, Stop)
-        self._ranks[0].send(message)
+    def send(self, request: RankRequest) -> None:
+        self._stopping = self._stopping or isinstance(request.op, Stop)
+        self._ranks[0].send(request)
 
     def kill(self) -> None:
-        self._verdict = self._verdict or self._read_verdict()  # what comes afterwards would blame whom we have killed
+        self._failure = self._failure or self._read_failure()  # a later report would name the ranks killed here
         self._killed = True
         for process in self._ranks:
             process.kill()
 
-    async def ended(self) -> End:
+    async def ended(self) -> RanksExit:
         endings = [asyncio.create_task(process.exited()) for process in self._ranks]
-        if self._referee is None:
-            return End(how=await endings[0])
+        if self._coordinator is None:
+            return RanksExit(how=await endings[0])
         done: set[asyncio.Task[str]] = set()
-        while not done and self._read_verdict() is None:
-            done, _ = await asyncio.wait(endings, timeout=VERDICT_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+        while not done and self._read_failure() is None:
+            done, _ = await asyncio.wait(endings, timeout=FAILURE_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
         if self._stopping:
             done, _ = await asyncio.wait(endings, timeout=STOP_TIMEOUT_S)
-        limit = asyncio.get_running_loop().time() + VERDICT_TIMEOUT_S
+        limit = asyncio.get_running_loop().time() + FAILURE_TIMEOUT_S
         while not self._killed and asyncio.get_running_loop().time() < limit and len(done) < len(endings):
-            if self._read_verdict() is not None:
-                limit = min(limit, asyncio.get_running_loop().time() + LAST_WORDS_S)
+            if self._read_failure() is not None:
+                limit = min(limit, asyncio.get_running_loop().time() + LOG_GRACE_S)
             done, _ = await asyncio.wait(endings, timeout=0.02, return_when=asyncio.ALL_COMPLETED)
         by_themselves = [ending.done() for ending in endings]
         self.kill()
         await asyncio.wait(endings)
-        await asyncio.to_thread(self._referee.close)
-        # Without a referee each rank writes what it knows.
-        self._verdict = self._verdict or self._read_verdict("failure.rank*.json")
-        blamed = [rank for rank in self._verdict.culprits if rank >= 0] if self._verdict is not None else []
-        self._culprit = (*blamed, *(rank for rank, ended in enumerate(by_themselves) if ended), 0)[0]
-        how = endings[self._culprit].result()
-        if not by_themselves[self._culprit]:
-            how = f"(process {self.pids[self._culprit]}) was ended"
-        return End(how=how, rank=self._culprit, verdict=self._verdict)
+        await asyncio.to_thread(self._coordinator.close)
+        # If the coordinator failed, each rank has written what it knows.
+        self._failure = self._failure or self._read_failure("failure.rank*.json")
+        failed = [rank for rank in self._failure.failed_ranks if rank >= 0] if self._failure is not None else []
+        self._failed_rank = (*failed, *(rank for rank, ended in enumerate(by_themselves) if ended), 0)[0]
+        how = endings[self._failed_rank].result()
+        if not by_themselves[self._failed_rank]:
+            how = f"(process {self.pids[self._failed_rank]}) was ended"
+        return RanksExit(how=how, rank=self._failed_rank, failure=self._failure)
 
-    def _read_verdict(self, name: str = "failure.json") -> DistributedFailure | None:
+    def _read_failure(self, name: str = "failure.json") -> DistributedFailure | None:
         """None until there is one."""
         if self._directory is None:
             return None
@@ -197,16 +198,16 @@ class Ranks:
         try:
             return read_report(str(found[0]))
         except (OSError, ValueError, KeyError, TypeError):
-            log.exception("the referee's report cannot be read")
+            log.exception("the coordinator's report cannot be read")
             return None
 
-    def board(self) -> tuple[int, str]:
-        return self._ranks[0].board.read()
+    def turn_status(self) -> tuple[int, str]:
+        return self._ranks[0].turn_status.read()
 
     def last_lines(self) -> str:
         if len(self._ranks) == 1:
             return self._ranks[0].last_lines()
-        order = sorted(range(len(self._ranks)), key=lambda rank: rank != self._culprit)
+        order = sorted(range(len(self._ranks)), key=lambda rank: rank != self._failed_rank)
         return "\n".join(
             f"rank {rank}: {line}" for rank in order for line in self._ranks[rank].last_lines().splitlines()
         )
@@ -224,44 +225,47 @@ class Ranks:
 async def start_ranks(
     spec: RankSpec,
     receive: Receive,
-    start: Callable[[Seat, Receive], Awaitable[RankHandle]],
+    start: Callable[[RankAssignment, Receive], Awaitable[RankHandle]],
     *,
     host: str = "127.0.0.1",
 ) -> Link:
-    """Starts each rank by ``start``, with a referee where there are several, which listens on ``host``: an address of
-    this machine that all ranks reach. Nothing is left when this raises."""
-    num_ranks = spec.settings.ranks_per_replica
+    """Starts each rank by ``start``, with a coordinator where there are several, which listens on ``host``: an
+    address of this machine that all ranks reach. Nothing is left when this raises."""
+    num_ranks = spec.settings.parallel.data_parallel_size
     if num_ranks == 1:
-        return Ranks([await start(Seat(spec=spec), receive)])
+        return Ranks([await start(RankAssignment(spec=spec), receive)])
     directory = tempfile.mkdtemp(prefix="descant-replica-")
-    referee, ranks = None, []
+    coordinator, ranks = None, []
     try:
-        referee = await asyncio.to_thread(partial(RefereeProcess.start, num_ranks, directory, host=host))
+        start_coordinator = partial(
+            CoordinatorProcess.start, num_ranks, directory, host=host, stop_limit_s=spec.settings.rank.stopped_grace_s
+        )
+        coordinator = await asyncio.to_thread(start_coordinator)
         for rank in range(num_ranks):
-            seat = Seat(spec=spec, rank=rank, invitation=referee.invitation)
-            ranks.append(await start(seat, receive if rank == 0 else _starting_only(rank, receive)))
+            assignment = RankAssignment(spec=spec, rank=rank, rendezvous=coordinator.rendezvous)
+            ranks.append(await start(assignment, receive if rank == 0 else _start_phases_only(rank, receive)))
     except BaseException:
         for process in ranks:
             process.kill()
         for process in ranks:
             await process.exited()
             process.close()
-        if referee is not None:
-            await asyncio.to_thread(referee.close)
+        if coordinator is not None:
+            await asyncio.to_thread(coordinator.close)
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    return Ranks(ranks, referee, directory)
+    return Ranks(ranks, coordinator, directory)
 
 
-def _starting_only(rank: int, receive: Receive) -> Receive:
-    """Of what a follower says, the phases of its start, and that it could not."""
+def _start_phases_only(rank: int, receive: Receive) -> Receive:
+    """Of a follower's messages, the phases of its start and its failure."""
 
-    def listen(message: FromRank) -> None:
-        match message:
-            case Starting(phase=phase):
-                receive(Starting(phase=f"{phase} (rank {rank})"))
-            case StartFailed():
-                receive(message)
+    def listen(response: RankResponse) -> None:
+        match response:
+            case RankResponse(id=0, last=False, result=phase):
+                receive(RankResponse(id=START, result=f"{phase} (rank {rank})", last=False))
+            case RankResponse(id=0, error=DescantError()):
+                receive(response)
 
     return listen
 
@@ -282,27 +286,27 @@ async def start_processes(spec: RankSpec, receive: Receive) -> Link:
 
 
 class _RankProcess:
-    """One rank: its process, its end of the channel, its board and its output."""
+    """One rank: its process, its end of the channel, its turn status and its output."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: ServerChannel, board: Board):
+    def __init__(self, process: asyncio.subprocess.Process, channel: ServerChannel, turn_status: TurnStatus):
         self.pid = process.pid
         self.node = ""
-        self.board = board
+        self.turn_status = turn_status
         self._process = process
         self._channel = channel
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._output = asyncio.create_task(self._keep_output())
 
     @classmethod
-    async def start(cls, seat: Seat, receive: Receive) -> _RankProcess:
+    async def start(cls, assignment: RankAssignment, receive: Receive) -> _RankProcess:
         ours, theirs = socket.socketpair()
-        board = Board()
-        spec = seat.spec
-        visible = {"CUDA_VISIBLE_DEVICES": spec.gpus[seat.rank]} if spec.gpus else {}
+        turn_status = TurnStatus()
+        spec = assignment.spec
+        visible = {"CUDA_VISIBLE_DEVICES": spec.gpus[assignment.rank]} if spec.gpus else {}
         try:
             process = await asyncio.create_subprocess_exec(
-                *rank_command(theirs.fileno(), board.fd),
-                pass_fds=(theirs.fileno(), board.fd),
+                *rank_command(theirs.fileno(), turn_status.fd),
+                pass_fds=(theirs.fileno(), turn_status.fd),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -310,16 +314,16 @@ class _RankProcess:
             )
         except BaseException:
             ours.close()
-            board.close()
+            turn_status.close()
             raise
         finally:
             theirs.close()
-        rank = cls(process, await ServerChannel.open(ours, receive), board)
-        rank._channel.send(seat)
+        rank = cls(process, await ServerChannel.open(ours, receive), turn_status)
+        rank._channel.send(assignment)
         return rank
 
-    def send(self, message: ToRank) -> None:
-        self._channel.send(message)
+    def send(self, request: RankRequest) -> None:
+        self._channel.send(request)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -346,7 +350,7 @@ class _RankProcess:
         return status is not None and status.stopped
 
     def close(self) -> None:
-        self.board.close()
+        self.turn_status.close()
 
     async def _keep_output(self) -> None:
         assert self._process.stdout is not None
@@ -376,10 +380,10 @@ def keep_line(lines: deque[str], line: str) -> None:
 class ThreadLink:
     """``Link`` to a replica of one rank."""
 
-    def __init__(self, settings: RankSettings, receive: Receive):
+    def __init__(self, settings: SampleSettings, receive: Receive):
         self.pids: Sequence[int] = ()
         self.nodes: Sequence[str] = ()
-        self._board = Board()
+        self._turn_status = TurnStatus()
         self._settings = settings
         self._receive = receive
         self._event_loop = asyncio.get_running_loop()
@@ -387,31 +391,31 @@ class ThreadLink:
         self._turn_loop: Any = None
 
     @classmethod
-    async def start(cls, build: Callable[[Phase], Executor], settings: RankSettings, receive: Receive) -> ThreadLink:
+    async def start(cls, build: Callable[[Phase], Executor], settings: SampleSettings, receive: Receive) -> ThreadLink:
         link = cls(settings, receive)
         threading.Thread(target=link._run, args=(build,), name="descant-rank", daemon=True).start()
         return link
 
-    def _emit(self, message: FromRank) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
-            self._event_loop.call_soon_threadsafe(self._receive, message)
+    def _respond(self, response: RankResponse) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._event_loop.call_soon_threadsafe(self._receive, response)
 
     def _run(self, build: Callable[[Phase], Executor]) -> None:
         from descant.ranks.loop import TurnLoop
 
         how = "ended"
         try:
-            executor = build(lambda text: self._emit(Starting(phase=text)))
+            executor = build(lambda text: self._respond(RankResponse(id=START, result=text, last=False)))
             self._turn_loop = TurnLoop(
                 executor,
-                emit=self._emit,
-                board=self._board,
+                respond=self._respond,
+                turn_status=self._turn_status,
                 steps_per_microbatch=self._settings.steps_per_microbatch,
             )
-            self._emit(Ready(facts=executor.facts, capabilities=executor.capabilities))
+            self._respond(RankResponse(id=START, result=executor.info))
             self._turn_loop.run()
         except DescantError as error:
-            self._emit(StartFailed(error=error))
+            self._respond(RankResponse(id=START, error=error))
         except Exception as error:
             log.exception("the rank's thread broke")
             how = f"broke with {type(error).__name__}"
@@ -422,20 +426,20 @@ class ThreadLink:
         if not self._done.done():
             self._done.set_result(how)
 
-    def send(self, message: ToRank) -> None:
+    def send(self, request: RankRequest) -> None:
         if self._turn_loop is not None:
-            self._turn_loop.post(message)
+            self._turn_loop.post(request)
 
     def kill(self) -> None:
         """A thread cannot be ended from outside; it is left behind, and ends with its turn."""
-        self.send(Stop())
+        self.send(RankRequest(id=0, op=Stop()))
         self._end("was left behind")
 
-    async def ended(self) -> End:
-        return End(how=await asyncio.shield(self._done))
+    async def ended(self) -> RanksExit:
+        return RanksExit(how=await asyncio.shield(self._done))
 
-    def board(self) -> tuple[int, str]:
-        return self._board.read()
+    def turn_status(self) -> tuple[int, str]:
+        return self._turn_status.read()
 
     def last_lines(self) -> str:
         return ""
@@ -444,4 +448,4 @@ class ThreadLink:
         return ()
 
     def close(self) -> None:
-        """The thread may still write on its board."""
+        """The thread may still write its turn status."""

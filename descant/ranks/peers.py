@@ -1,8 +1,8 @@
-"""A rank's part among the ranks of its replica: what all of them hear, tell, add up and agree on.
+"""A rank's collectives with the other ranks of its replica.
 
-A replica of one rank has nobody to agree with: ``Peers`` itself is that rank's, and does nothing. With more there are
-a referee and a mesh: a control group on the CPU, for turns and their outcomes, and two on the ranks' devices, for
-gradient rows and for the base's layers, if they are sharded.
+For a replica of one rank ``Peers`` itself is used, and does nothing. With more there are a coordinator and a mesh: a
+control group on the CPU, for turns and their outcomes, and two on the ranks' devices, for gradient rows and for the
+base's layers, if they are sharded.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from descant.dist.failure import DistributedFailure
-from descant.dist.mesh import Mesh
-from descant.dist.point import Member
-from descant.dist.referee import Invitation
-from descant.dist.shard import shard_layers
+from descant.distributed.coordinator.client import Member
+from descant.distributed.coordinator.process import Rendezvous
+from descant.distributed.failure import DistributedFailure
+from descant.distributed.fsdp import shard_layers
+from descant.distributed.mesh import Mesh
 from descant.errors import ServerError
 from descant.ranks.settings import RankSettings
 
@@ -29,7 +29,7 @@ LENGTH_BYTES = 8
 
 
 class Peers:
-    """Of a rank that is alone."""
+    """Of a replica of one rank."""
 
     rank = 0
     num_ranks = 1
@@ -39,43 +39,46 @@ class Peers:
     def ready(self) -> None:
         """Returns when every rank has got here."""
 
-    def least(self, what: str, number: int) -> int:
-        """The smallest of the ranks' numbers: what each of them finds on its own machine differs."""
+    def all_reduce_min(self, what: str, number: int) -> int:
+        """The smallest of the ranks' numbers, which differ by what each finds on its own machine."""
         return number
 
-    def add_up(self, row: torch.Tensor) -> None:
+    def all_reduce_sum(self, row: torch.Tensor) -> None:
         """``row`` becomes the sum of all ranks' rows, the same bits on each."""
 
     def shard(self, root: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Leaves each rank its part of every layer's parameters. ``root`` calls them."""
         raise ServerError("a base is sharded over several ranks, and there is one")
 
-    def in_turns(self, what: str, *, at_once: int) -> AbstractContextManager[None]:
+    def staggered(self, what: str, *, at_once: int) -> AbstractContextManager[None]:
         """A block that at most ``at_once`` ranks are in (the same number on all of them)."""
         return nullcontext()
 
-    def tell(self, what: object) -> None:
-        """Rank 0's, to the others: what they ``hear``."""
+    def broadcast(self, what: object) -> None:
+        """Rank 0's, to the others: what they ``receive``."""
 
-    def hear(self) -> Any:
-        """What rank 0 tells."""
-        raise ServerError("there is nobody to hear")
+    def receive(self) -> Any:
+        """What rank 0 has broadcast."""
+        raise ServerError("there is no other rank to receive from")
 
     def gather(self, what: str, mine: object) -> list[Any]:
-        """What each rank brings, by rank."""
+        """An all-gather: each rank's object, by rank."""
         return [mine]
 
     def check(self) -> None:
         """Compares the collectives that the ranks have made since the last time."""
 
     def turn(self, kind: str, number: int) -> AbstractContextManager[None]:
-        """Where the ranks are, in every message about them."""
+        """The scope of the ranks' positions, in every failure."""
         return nullcontext()
 
-    def over(self, what: str, error: Exception) -> DistributedFailure:
-        """To be raised for what went wrong here and maybe nowhere else, and cannot be undone."""
+    def failed_here(self, what: str, error: Exception) -> Exception:
+        """The error to raise for what failed here, maybe on no other rank, and cannot be undone: the end of a replica
+        of several ranks, ``error`` itself for one rank."""
+        if self.num_ranks == 1:
+            return error
         cause = f"{what} failed there alone: {error or type(error).__name__}"
-        return DistributedFailure(culprits=[self.rank], where=what, cause=cause)
+        return DistributedFailure(failed_ranks=[self.rank], where=what, cause=cause)
 
 
 class _MeshPeers(Peers):
@@ -88,10 +91,10 @@ class _MeshPeers(Peers):
     def ready(self) -> None:
         self._member.barrier("ready", deadline_s=self._start_timeout_s)
 
-    def least(self, what: str, number: int) -> int:
+    def all_reduce_min(self, what: str, number: int) -> int:
         return min(self._member.point(what, data=int(number), deadline_s=self._start_timeout_s))
 
-    def add_up(self, row: torch.Tensor) -> None:
+    def all_reduce_sum(self, row: torch.Tensor) -> None:
         self._rows.all_reduce(row, tag="row")
         self._rows.settle()
 
@@ -100,23 +103,23 @@ class _MeshPeers(Peers):
         self.sharded = True
 
     @contextmanager
-    def in_turns(self, what: str, *, at_once: int) -> Iterator[None]:
+    def staggered(self, what: str, *, at_once: int) -> Iterator[None]:
         num_turns, own = -(-self.num_ranks // at_once), self.rank // at_once
         for turn in range(num_turns):
             if turn == own:
                 yield
             self._member.barrier(f"{what}, turn {turn + 1} of {num_turns}", deadline_s=self._start_timeout_s)
 
-    def tell(self, what: object) -> None:
+    def broadcast(self, what: object) -> None:
         body = pickle.dumps(what, protocol=5)
         self._control.broadcast(_head(body), root=0, tag="turn")
         if len(body) > HEAD_BYTES - LENGTH_BYTES:
             self._control.broadcast(_rest(body, len(body)), root=0, tag="the turn's rest")
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         head = torch.empty(HEAD_BYTES, dtype=torch.uint8)
         self._control.broadcast(head, root=0, tag="turn")
-        body, length = _opened(head)
+        body, length = _unpack_head(head)
         if length > len(body):
             rest = torch.empty(length - len(body), dtype=torch.uint8)
             self._control.broadcast(rest, root=0, tag="the turn's rest")
@@ -125,7 +128,7 @@ class _MeshPeers(Peers):
 
     def gather(self, what: str, mine: object) -> list[Any]:
         body = pickle.dumps(mine, protocol=5)
-        heads = [_opened(head) for head in self._control.all_gather(_head(body), tag=what)]
+        heads = [_unpack_head(head) for head in self._control.all_gather(_head(body), tag=what)]
         bodies, longest = [head for head, _ in heads], max(length for _, length in heads)
         if longest > HEAD_BYTES - LENGTH_BYTES:
             rests = self._control.all_gather(_rest(body, longest), tag=f"the rest of {what}")
@@ -158,7 +161,7 @@ def _rest(body: bytes, longest: int) -> torch.Tensor:
     return torch.frombuffer(rest, dtype=torch.uint8)
 
 
-def _opened(head: torch.Tensor) -> tuple[bytes, int]:
+def _unpack_head(head: torch.Tensor) -> tuple[bytes, int]:
     """(what is in it, the length of all)"""
     raw = head.numpy().tobytes()
     length = int.from_bytes(raw[:LENGTH_BYTES], "little")
@@ -166,20 +169,20 @@ def _opened(head: torch.Tensor) -> tuple[bytes, int]:
 
 
 @contextmanager
-def joined(settings: RankSettings, *, rank: int, invitation: Invitation | None, host: str) -> Iterator[Peers]:
-    """For as long as the block lasts. Leaving it by an exception tells the others who failed. ``host``: rank 0's
-    machine. Raises ``DistributedFailure``."""
-    if invitation is None:
+def join_peers(settings: RankSettings, *, rank: int, rendezvous: Rendezvous | None, host: str) -> Iterator[Peers]:
+    """For as long as the block lasts. Leaving it by an exception fails all ranks. ``host``: rank 0's machine. Raises
+    ``DistributedFailure``."""
+    if rendezvous is None:
         yield Peers()
         return
-    everybody = list(range(invitation.world))
+    all_ranks = list(range(rendezvous.world))
     on_cuda = settings.device != "cpu" and torch.cuda.is_available()
     backend: Literal["gloo", "nccl"] = "nccl" if on_cuda else "gloo"
     with (
-        Member.join(invitation, rank, deadline_s=settings.start_timeout_s) as member,
+        Member.join(rendezvous, rank, deadline_s=settings.start_timeout_s) as member,
         Mesh.create(
             member,
-            {"control": everybody, "rows": everybody, "shard": everybody},
+            {"control": all_ranks, "rows": all_ranks, "shard": all_ranks},
             backends={"rows": backend, "shard": backend},
             host=host,
             deadline_s=settings.turn_timeout_s,

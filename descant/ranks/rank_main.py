@@ -1,9 +1,9 @@
 """A rank (``run``), however it was started; and its process on this machine:
 
-    python -m descant.ranks.rank_main CHANNEL_FD BOARD_FD PARENT_PID
+    python -m descant.ranks.rank_main CHANNEL_FD STATUS_FD PARENT_PID
 
-The first message on the channel is the ``Seat``. A rank ends when told to, when its channel closes, when its replica
-has failed, or with its parent.
+The first message on the channel is the ``RankAssignment``. A rank ends on ``Stop``, when its channel
+closes, when its replica has failed, or with its parent.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from descant.dist.failure import DistributedFailure
-from descant.dist.referee import Invitation
+from descant.distributed.coordinator.process import Rendezvous
+from descant.distributed.failure import DistributedFailure
 from descant.errors import DescantError, ServerError, UserError
-from descant.ranks.channel import Board, RankChannel
-from descant.ranks.messages import FromRank, Ready, StartFailed, Starting, ToRank
-from descant.ranks.settings import RankSpec, Seat
+from descant.ranks.channel import RankChannel, TurnStatus
+from descant.ranks.ops import START, RankRequest, RankResponse
+from descant.ranks.settings import RankAssignment, RankSpec
 
 if TYPE_CHECKING:
     from descant.ranks.peers import Peers
     from descant.ranks.worker import Worker
 
 
-def rank_command(channel_fd: int, board_fd: int) -> list[str]:
+def rank_command(channel_fd: int, status_fd: int) -> list[str]:
     """What the caller starts a rank of its own with; both descriptors must be inherited."""
-    return [sys.executable, "-m", "descant.ranks.rank_main", *map(str, (channel_fd, board_fd, os.getpid()))]
+    return [sys.executable, "-m", "descant.ranks.rank_main", *map(str, (channel_fd, status_fd, os.getpid()))]
 
 
 def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -55,46 +55,53 @@ def rank_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def main(channel_fd: int, board_fd: int, parent_pid: int) -> int:
-    _die_with(parent_pid)
+def main(channel_fd: int, status_fd: int, parent_pid: int) -> int:
+    _die_with_parent(parent_pid)
     # A terminal's Ctrl-C and a service manager's SIGTERM reach the whole group; the server decides when we end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     os.set_inheritable(channel_fd, False)
-    channel, board = RankChannel(socket.socket(fileno=channel_fd)), Board(board_fd)
-    seat = channel.receive()
-    if not isinstance(seat, Seat):
+    channel, turn_status = RankChannel(socket.socket(fileno=channel_fd)), TurnStatus(status_fd)
+    assignment = channel.receive()
+    if not isinstance(assignment, RankAssignment):
         return 0
-    return run(seat.spec, channel, board, rank=seat.rank, invitation=seat.invitation, host=seat.host)
+    return run(
+        assignment.spec,
+        channel,
+        turn_status,
+        rank=assignment.rank,
+        rendezvous=assignment.rendezvous,
+        host=assignment.host,
+    )
 
 
 def run(
     spec: RankSpec,
     channel: RankChannel,
-    board: Board,
+    turn_status: TurnStatus,
     *,
     rank: int = 0,
-    invitation: Invitation | None = None,
+    rendezvous: Rendezvous | None = None,
     host: str = "127.0.0.1",
 ) -> int:
     """What a rank does from its start to its end; its exit code. The process is to end when this returns: file threads
     may hang in a dead file system.
 
-    ``invitation``: to the referee of a replica of several ranks; ``host``: the machine of rank 0, as the others reach
-    it. ``channel`` leads to the server: rank 0 hears and answers there, the others tell how their start goes and learn
-    of the server's end. Whoever starts the ranks of a replica ends all of them once one has ended."""
+    ``rendezvous``: with the coordinator of a replica of several ranks; ``host``: the machine of rank 0, as the others
+    reach it. ``channel`` leads to the server: rank 0 receives and answers there, the others report their start's phases
+    and notice the server's end. The launcher of a replica's ranks ends all of them once one has ended."""
     try:
-        _say(channel.send, "importing")
-        from descant.ranks.peers import joined  # loads torch
+        _send_phase(channel.send, "importing")
+        from descant.ranks.peers import join_peers  # loads torch
 
-        with joined(spec.settings, rank=rank, invitation=invitation, host=host) as peers:
-            worker = _built(spec, peers, channel.send)
+        with join_peers(spec.settings.rank, rank=rank, rendezvous=rendezvous, host=host) as peers:
+            worker = _build_worker(spec, peers, channel.send)
             if rank == 0:
-                _lead(worker, peers, spec, channel, board)
+                _lead(worker, peers, spec, channel, turn_status)
             else:
-                _follow(worker, peers, channel, board)
+                _follow(worker, peers, channel, turn_status)
     except DistributedFailure as failure:
         print(failure.report(), file=sys.stderr, flush=True)
         return 1
@@ -107,18 +114,18 @@ def run(
     return 0
 
 
-def _say(send: Callable[[FromRank], None], phase: str) -> None:
-    send(Starting(phase=phase))
+def _send_phase(send: Callable[[RankResponse], None], phase: str) -> None:
+    send(RankResponse(id=START, result=phase, last=False))
 
 
-def _built(spec: RankSpec, peers: Peers, send: Callable[[FromRank], None]) -> Worker:
-    """The rank's worker, once every rank has its own. What goes wrong is told before the others hear of it."""
+def _build_worker(spec: RankSpec, peers: Peers, send: Callable[[RankResponse], None]) -> Worker:
+    """The rank's worker, once every rank has its own. An error is sent to the server before the other ranks fail."""
     last_phase = "importing"
 
     def phase(text: str) -> None:
         nonlocal last_phase
         last_phase = text
-        _say(send, text)
+        _send_phase(send, text)
 
     try:
         module, _, function = spec.build.partition(":")
@@ -129,10 +136,10 @@ def _built(spec: RankSpec, peers: Peers, send: Callable[[FromRank], None]) -> Wo
     except DistributedFailure:
         raise
     except DescantError as error:
-        send(StartFailed(error=error))
+        send(RankResponse(id=START, error=error))
         raise
     except Exception as error:
-        send(StartFailed(error=ServerError(f"{type(error).__name__} while {last_phase}: {error}")))
+        send(RankResponse(id=START, error=ServerError(f"{type(error).__name__} while {last_phase}: {error}")))
         raise
     # What has been loaded stays: half a million objects, which Python would look through now and then otherwise, while
     # every tenant waits (some 0.3 s).
@@ -141,49 +148,46 @@ def _built(spec: RankSpec, peers: Peers, send: Callable[[FromRank], None]) -> Wo
     return worker
 
 
-def _lead(worker: Worker, peers: Peers, spec: RankSpec, channel: RankChannel, board: Board) -> None:
+def _lead(worker: Worker, peers: Peers, spec: RankSpec, channel: RankChannel, turn_status: TurnStatus) -> None:
     from descant.ranks.loop import TurnLoop
-    from descant.ranks.team import Team
+    from descant.ranks.spmd import SpmdExecutor
 
-    team = Team(worker, peers) if peers.num_ranks > 1 else None
     loop = TurnLoop(
-        team or worker,
-        emit=channel.send,
-        board=board,
-        steps_per_microbatch=spec.settings.steps_per_microbatch,
+        SpmdExecutor(worker, peers) if peers.num_ranks > 1 else worker,
+        respond=channel.send,
+        turn_status=turn_status,
+        steps_per_microbatch=spec.settings.sample.steps_per_microbatch,
     )
     _listen(channel, loop.post)
-    channel.send(Ready(facts=worker.facts, capabilities=worker.capabilities))
+    channel.send(RankResponse(id=START, result=worker.info))
     loop.run()
-    if team is not None:
-        team.leave()
 
 
-def _follow(worker: Worker, peers: Peers, channel: RankChannel, board: Board) -> None:
-    from descant.ranks.team import follow
+def _follow(worker: Worker, peers: Peers, channel: RankChannel, turn_status: TurnStatus) -> None:
+    from descant.ranks.spmd import run_follower
 
-    _listen(channel, lambda message: None)
-    follow(worker, peers, board)
+    _listen(channel, lambda request: None)
+    run_follower(worker, peers, turn_status)
 
 
-def _listen(channel: RankChannel, post: Callable[[ToRank], None]) -> None:
+def _listen(channel: RankChannel, post: Callable[[RankRequest], None]) -> None:
     """In a thread of its own; ends the process with the channel."""
 
     def listen() -> None:
         while True:
             try:
-                message: ToRank | object | None = channel.receive()
+                request = channel.receive()
             except OSError:
-                message = None
-            if message is None:
-                # The server is gone: nobody can hear the end of what runs.
+                request = None
+            if not isinstance(request, RankRequest):
+                # The server is gone: the end of what runs could not be answered.
                 os._exit(0)
-            post(message)  # type: ignore[arg-type]
+            post(request)
 
     threading.Thread(target=listen, name="descant-listen", daemon=True).start()
 
 
-def _die_with(parent_pid: int) -> None:
+def _die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to end us with the parent (Linux); elsewhere the closed channel does."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

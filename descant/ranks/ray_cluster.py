@@ -1,5 +1,5 @@
-"""Ranks on the machines of a Ray cluster. Ray places them and starts what starts them (``ray_host``); all else that
-server and rank have to say to each other goes over sockets of their own.
+"""Ranks on the machines of a Ray cluster. Ray places them and starts their hosts (``ray_host``); all messages between
+server and rank go over sockets of their own.
 
     cluster = await RayCluster.connect(settings, data_dir=...)
     [specs] = await cluster.specs([spec])   # one a GPU of the cluster; on CPUs as many as asked for
@@ -31,13 +31,13 @@ import descant
 from descant.errors import ServerError, UserError
 from descant.ranks.launch import Link, RankHandle, Receive, start_ranks
 from descant.ranks.placement import RayNode, ray_resources, ray_specs
-from descant.ranks.ray_host import HostOrder, RankHost
-from descant.ranks.ray_rank import RayRank, say
-from descant.ranks.settings import RankSpec, RaySettings, Seat
+from descant.ranks.ray_host import HostConfig, RankHost
+from descant.ranks.ray_rank import RayRank, first_sentence
+from descant.ranks.settings import RankAssignment, RankSpec, RaySettings
 
 T = TypeVar("T")
 
-LEAVE_S = 10.0
+RAY_GRACE_S = 10.0
 """How long Ray may take beyond its own deadlines."""
 
 
@@ -47,8 +47,8 @@ class RayCluster:
     def __init__(self, ray: Any, *, address: str, settings: RaySettings, data_dir: Path):
         self._ray = ray
         self._settings = settings
-        self._proof = data_dir / "ray-proof"
-        self._proof_text = secrets.token_hex(16)
+        self._probe = data_dir / "ray-probe"
+        self._probe_text = secrets.token_hex(16)
         self._groups: dict[tuple[str, str | None], Any] = {}
         """By replica."""
         self.address = address
@@ -67,7 +67,7 @@ class RayCluster:
         except ImportError:
             raise UserError("ray.address is set, and Ray is not installed here: pip install 'descant[ray]'") from None
 
-        # It would tell that the thread below is not the main one, and each worker's death, at length.
+        # It would log that the thread below is not the main one, and each worker's death, at length.
         logging.getLogger("ray").setLevel(logging.ERROR)
 
         def connect() -> str:
@@ -79,7 +79,7 @@ class RayCluster:
             )
             return str(ray.util.get_node_ip_address())
 
-        deadline_s = settings.placement_timeout_s + LEAVE_S
+        deadline_s = settings.placement_timeout_s + RAY_GRACE_S
         try:
             address = await asyncio.wait_for(_in_thread(connect), deadline_s)
         except TimeoutError:
@@ -87,10 +87,10 @@ class RayCluster:
                 f"ray.address is {settings.address!r}, and no Ray cluster answered there within {deadline_s:g} s"
             ) from None
         except Exception as error:
-            raise UserError(f"cannot join the Ray cluster at {settings.address!r}: {say(error)}") from None
+            raise UserError(f"cannot join the Ray cluster at {settings.address!r}: {first_sentence(error)}") from None
         cluster = cls(ray, address=address, settings=settings, data_dir=data_dir)
         try:
-            await asyncio.to_thread(cluster._proof.write_text, cluster._proof_text, encoding="utf-8")
+            await asyncio.to_thread(cluster._probe.write_text, cluster._probe_text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write into data_dir {data_dir}: {error.strerror}") from None
         return cluster
@@ -114,19 +114,19 @@ class RayCluster:
     async def start(self, spec: RankSpec, receive: Receive) -> Link:
         """``Launcher``: the ranks of one replica; after a death, others in the same placement group."""
         group = await self._reserve(spec)
-        ranks = [RayRank(name=_name(spec, number)) for number in range(spec.settings.ranks_per_replica)]
+        ranks = [RayRank(name=_name(spec, number)) for number in range(spec.settings.parallel.data_parallel_size)]
         watched: set[str] = set()
 
-        async def begin(seat: Seat, receive: Receive) -> RankHandle:
-            rank = ranks[seat.rank]
-            rank.begin(replace(seat, host=ranks[0].address), receive)
-            if seat.invitation is not None and rank.node_id not in {seat.invitation.node, *watched}:
+        async def begin(assignment: RankAssignment, receive: Receive) -> RankHandle:
+            rank = ranks[assignment.rank]
+            rank.begin(replace(assignment, host=ranks[0].address), receive)
+            if assignment.rendezvous is not None and rank.node_id not in {assignment.rendezvous.node, *watched}:
                 watched.add(rank.node_id)
-                rank.watch(seat.invitation)
+                rank.watch(assignment.rendezvous)
             return rank
 
         try:
-            await _all_of(self._connect(spec, group, number, rank) for number, rank in enumerate(ranks))
+            await _gather_all(self._connect(spec, group, number, rank) for number, rank in enumerate(ranks))
             return await start_ranks(spec, receive, begin, host=self.address)
         except BaseException:
             for rank in ranks:
@@ -143,19 +143,19 @@ class RayCluster:
             self._ray.shutdown()
 
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_in_thread(leave), LEAVE_S)
+            await asyncio.wait_for(_in_thread(leave), RAY_GRACE_S)
         with contextlib.suppress(OSError):
-            self._proof.unlink()
+            self._probe.unlink()
 
     # ------------------------------------------------------------------------------------------------ for places
     async def _call(self, function: Callable[[], T]) -> T:
         """Raises ``ServerError`` when Ray does not answer, or fails."""
         try:
-            return await asyncio.wait_for(_in_thread(function), self._settings.placement_timeout_s + LEAVE_S)
+            return await asyncio.wait_for(_in_thread(function), self._settings.placement_timeout_s + RAY_GRACE_S)
         except TimeoutError:
             raise ServerError("the Ray cluster does not answer") from None
         except Exception as error:
-            raise ServerError(f"the Ray cluster failed: {say(error)}") from error
+            raise ServerError(f"the Ray cluster failed: {first_sentence(error)}") from error
 
     async def _reserve(self, spec: RankSpec) -> Any:
         """The replica's placement group, with a bundle for each rank, on as few nodes as possible; the one that its
@@ -165,7 +165,7 @@ class RayCluster:
 
         def reserve() -> bool:
             if replica not in self._groups:
-                bundles = [ray_resources(spec)] * spec.settings.ranks_per_replica
+                bundles = [ray_resources(spec)] * spec.settings.parallel.data_parallel_size
                 self._groups[replica] = ray.util.placement_group(bundles, strategy="PACK")
             return bool(self._groups[replica].wait(timeout_s))
 
@@ -179,10 +179,10 @@ class RayCluster:
     async def _connect(self, spec: RankSpec, group: Any, number: int, rank: RayRank) -> None:
         """Starts a rank's host and waits until its process is there."""
         ray, resources = self._ray, ray_resources(spec)
-        order = HostOrder(
+        config = HostConfig(
             address=await rank.listen(self.address),
             token=rank.token,
-            proof=(str(self._proof), self._proof_text),
+            probe=(str(self._probe), self._probe_text),
             version=descant.__version__,
             env=spec.env,
         )
@@ -196,10 +196,10 @@ class RayCluster:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
             )
             actor = host.remote()
-            return actor, actor.run.remote(order)
+            return actor, actor.run.remote(config)
 
         actor, run = await self._call(start_host)
-        rank.host_is(asyncio.wrap_future(run.future()), end=lambda: _in_thread(lambda: ray.kill(actor)))
+        rank.set_host(asyncio.wrap_future(run.future()), end=lambda: _in_thread(lambda: ray.kill(actor)))
         await rank.connected(timeout_s=self._settings.placement_timeout_s)
 
     async def _no_room(self, spec: RankSpec) -> ServerError:
@@ -210,7 +210,7 @@ class RayCluster:
         wanted = " and ".join(
             f"{count} {kind}{'' if count == 1 else 's'}" for kind, count in ray_resources(spec).items()
         )
-        num_ranks = spec.settings.ranks_per_replica
+        num_ranks = spec.settings.parallel.data_parallel_size
         what = f"{wanted} on one node" if num_ranks == 1 else f"{num_ranks} times {wanted}, each on one node"
         return ServerError(
             f"the Ray cluster had no room for {spec.label or spec.model} within "
@@ -220,11 +220,11 @@ class RayCluster:
 
 
 def _name(spec: RankSpec, rank: int) -> str:
-    who = "the rank" if spec.settings.ranks_per_replica == 1 else f"rank {rank}"
+    who = "the rank" if spec.settings.parallel.data_parallel_size == 1 else f"rank {rank}"
     return f"{who} of {spec.label or spec.model}"
 
 
-async def _all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _gather_all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
     """All of it, or the first failure once everything has ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
@@ -255,7 +255,7 @@ def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
             result = function()
         except BaseException as error:
             failed = error
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(end, result, failed)
 
     threading.Thread(target=run, name="descant-ray", daemon=True).start()

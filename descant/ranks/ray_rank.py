@@ -2,9 +2,9 @@
 
     rank = RayRank(name=...)
     address = await rank.listen(host)       # and the actor is started with the address and ``rank.token``
-    rank.host_is(run, end=...)
-    await rank.connected(timeout_s=60)      # its process runs, and waits for its ``Seat``
-    rank.begin(seat, receive)
+    rank.set_host(run, end=...)
+    await rank.connected(timeout_s=60)      # its process runs, and waits for its ``RankAssignment``
+    rank.begin(assignment, receive)
 
 A connection that does not begin with the token is closed, having been read no further than its first 4 KiB of JSON.
 """
@@ -22,30 +22,30 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from descant.dist.frames import BadFrame, Frames, pack, tune
-from descant.dist.referee import Invitation
+from descant.distributed.coordinator.process import Rendezvous
+from descant.distributed.frames import BadFrame, Frames, pack, tune
 from descant.errors import ServerError
 from descant.ranks.channel import ServerChannel
 from descant.ranks.launch import KEPT_LINES, Receive, exit_in_words, keep_line
-from descant.ranks.messages import ToRank
-from descant.ranks.settings import Seat
+from descant.ranks.ops import RankRequest
+from descant.ranks.settings import RankAssignment
 
 log = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 MAX_HELLO_BYTES = 4096
 KILL_S = 2.0
-"""From telling a host to end its rank until Ray is told to end the host."""
-GIVE_UP_S = 8.0
-"""From then until nobody waits for it any longer. Ray ends a stopped process after 5 s."""
+"""From the kill sent to a host until Ray is asked to end the host."""
+UNREACHABLE_S = 8.0
+"""From then until it is no longer waited for. Ray ends a stopped process after 5 s."""
 REASON_S = 2.0
 """How long Ray may take to say why a host is gone, and a host to say why its rank is."""
 
 _LENGTH = struct.Struct(">I")
 
 
-class _Heard:
-    """A board as the last beat told it."""
+class _LastTurnStatus:
+    """The turn status of the last heartbeat."""
 
     def __init__(self) -> None:
         self.last = (0, "")
@@ -59,11 +59,11 @@ class RayRank:
 
     def __init__(self, *, name: str):
         loop = asyncio.get_running_loop()
-        self.board = _Heard()
+        self.turn_status = _LastTurnStatus()
         self.pid = 0
         self.node = ""
         self.node_id = ""
-        """As ``dist.process.node_id`` gives it there."""
+        """As ``distributed.process_table.node_id`` gives it there."""
         self.address = ""
         """Its machine, as this one reaches it."""
         self.token = secrets.token_hex(16)
@@ -76,21 +76,21 @@ class RayRank:
         self._joined: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = loop.create_future()
         """The rank's connection."""
         self._channel: ServerChannel | None = None
-        self._over: asyncio.Future[str] = loop.create_future()
+        self._exit: asyncio.Future[str] = loop.create_future()
         """How the rank ended, in words."""
         self._run: asyncio.Future[Any] | None = None
         self._end_host: Callable[[], asyncio.Future[None]] | None = None
-        self._insisting: asyncio.Task[None] | None = None
+        self._killing: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------------------ start
     async def listen(self, host: str) -> tuple[str, int]:
         self._listener = await asyncio.start_server(self._accept, host, 0)
         return host, self._listener.sockets[0].getsockname()[1]
 
-    def host_is(self, run: asyncio.Future[Any], *, end: Callable[[], asyncio.Future[None]]) -> None:
+    def set_host(self, run: asyncio.Future[Any], *, end: Callable[[], asyncio.Future[None]]) -> None:
         """``run`` ends with the actor's work, with its exception; ``end`` ends the actor."""
         self._run, self._end_host = run, end
-        run.add_done_callback(_look_at)
+        run.add_done_callback(_retrieve_exception)
 
     async def connected(self, *, timeout_s: float) -> None:
         """Until host and rank are there. Raises ``ServerError`` saying why they are not."""
@@ -98,37 +98,37 @@ class RayRank:
         parts: list[asyncio.Future[Any]] = [self._started, self._joined]
         both = asyncio.ensure_future(asyncio.wait(parts))
         try:
-            ways: list[asyncio.Future[Any]] = [both, self._over, self._run]
+            ways: list[asyncio.Future[Any]] = [both, self._exit, self._run]
             await asyncio.wait(ways, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not both.done() and self._run.done():
-                await asyncio.wait([self._over], timeout=REASON_S)  # what it said last may be on its way
+                await asyncio.wait([self._exit], timeout=REASON_S)  # its last message may be on its way
             if not both.done():
-                how = self._over.result() if self._over.done() else await self._why_silent(timeout_s)
+                how = self._exit.result() if self._exit.done() else await self._why_silent(timeout_s)
                 raise ServerError(f"{self._name} could not be started on the Ray cluster: {how}")
         finally:
             both.cancel()
             assert self._listener is not None
             self._listener.close()
 
-    def begin(self, seat: Seat, receive: Receive) -> None:
+    def begin(self, assignment: RankAssignment, receive: Receive) -> None:
         self._channel = ServerChannel.over(*self._joined.result(), receive)
-        self._channel.send(seat)
+        self._channel.send(assignment)
 
-    def watch(self, invitation: Invitation) -> None:
-        """Has the host tell the referee which processes of its machine are stopped or dead."""
-        self._writers["host"].write(pack(["watch", invitation.to_json()]))
+    def watch(self, rendezvous: Rendezvous) -> None:
+        """Has the host report to the coordinator which processes of its machine are stopped or dead."""
+        self._writers["host"].write(pack(["watch", rendezvous.to_json()]))
 
     async def _why_silent(self, timeout_s: float) -> str:
         assert self._run is not None
         if not self._run.done():
-            return f"nothing was heard of its host within {timeout_s:g} s"
-        return say(self._run.exception())
+            return f"its host did not connect within {timeout_s:g} s"
+        return first_sentence(self._run.exception())
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, as long as it lasts."""
         try:
             async with asyncio.timeout(HELLO_S):
-                role = await self._greeted(reader)
+                role = await self._read_hello(reader)
             if role in self._writers:
                 raise BadFrame(f"there is a {role} already")
         except (BadFrame, OSError, EOFError, TimeoutError) as error:
@@ -140,9 +140,9 @@ class RayRank:
         if role == "channel":
             self._joined.set_result((reader, writer))
         else:
-            await self._hear(reader)
+            await self._read_messages(reader)
 
-    async def _greeted(self, reader: asyncio.StreamReader) -> str:
+    async def _read_hello(self, reader: asyncio.StreamReader) -> str:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         if length > MAX_HELLO_BYTES:
             raise BadFrame("it said something else than hello")
@@ -158,70 +158,72 @@ class RayRank:
         raise BadFrame("it did not show the token")
 
     # ------------------------------------------------------------------------------------------------ the host
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
+    async def _read_messages(self, reader: asyncio.StreamReader) -> None:
         frames = Frames()
         try:
             while data := await reader.read(1 << 16):
                 for message in frames.feed(data):
-                    self._heard(message)
+                    self._handle(message)
         except (OSError, BadFrame) as error:
             log.warning("the host of %s was lost: %s", self._name, error)
-        if not self._over.done():
+        if not self._exit.done():
             if self._run is not None:
                 await asyncio.wait([self._run], timeout=REASON_S)
             known = self._run is not None and self._run.done()
-            reason = say(self._run.exception()) if known and self._run is not None else "its connection ended"
-            self._it_is_over(f"{self._who()} was lost with its host: {reason}")
+            reason = (
+                first_sentence(self._run.exception()) if known and self._run is not None else "its connection ended"
+            )
+            self._set_exit(f"{self._who()} was lost with its host: {reason}")
 
-    def _heard(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case ["started", int(pid), str(node), str(node_id), str(address)]:
                 self.pid, self.node, self.node_id, self.address = pid, node, node_id, address
                 self._started.set_result(None)
-            case ["beat", int(turn), str(text), bool(stopped)]:
-                self.board.last, self._stopped = (turn, text), stopped
+            case ["heartbeat", int(turn), str(text), bool(stopped)]:
+                self.turn_status.last, self._stopped = (turn, text), stopped
             case ["line", str(line)]:
                 keep_line(self._lines, line)
             case ["ended", int(code)]:
-                self._it_is_over(exit_in_words(self.pid, code, node=self.node))
+                self._set_exit(exit_in_words(self.pid, code, node=self.node))
             case ["failed", str(why)]:
-                self._it_is_over(why)
+                self._set_exit(why)
             case _:
                 raise BadFrame(f"a message was not understood: {str(message)[:80]}")
 
     def _who(self) -> str:
         return "(not started)" if not self.pid else f"(process {self.pid} on {self.node})"
 
-    def _it_is_over(self, how: str) -> None:
-        if not self._over.done():
-            self._over.set_result(how)
+    def _set_exit(self, how: str) -> None:
+        if not self._exit.done():
+            self._exit.set_result(how)
 
     # ------------------------------------------------------------------------------------------------ RankHandle
-    def send(self, message: ToRank) -> None:
+    def send(self, request: RankRequest) -> None:
         assert self._channel is not None
-        self._channel.send(message)
+        self._channel.send(request)
 
     def kill(self) -> None:
-        if self._insisting is None and not self._over.done():
+        if self._killing is None and not self._exit.done():
             if (host := self._writers.get("host")) is not None:
                 host.write(pack(["kill"]))
-            self._insisting = asyncio.create_task(self._insist())
+            self._killing = asyncio.create_task(self._escalate_kill())
 
-    async def _insist(self) -> None:
-        await asyncio.wait([self._over], timeout=KILL_S)
-        if not self._over.done() and self._end_host is not None:
-            self._end_host().add_done_callback(_look_at)
-            await asyncio.wait([self._over], timeout=GIVE_UP_S)
-        self._it_is_over(f"{self._who()} could not be reached, and was given up")
+    async def _escalate_kill(self) -> None:
+        await asyncio.wait([self._exit], timeout=KILL_S)
+        if not self._exit.done() and self._end_host is not None:
+            self._end_host().add_done_callback(_retrieve_exception)
+            await asyncio.wait([self._exit], timeout=UNREACHABLE_S)
+        self._set_exit(f"{self._who()} could not be reached")
 
     async def exited(self) -> str:
         assert self._channel is not None
-        signs: list[asyncio.Future[Any]] = [self._over, self._channel.closed]
+        signs: list[asyncio.Future[Any]] = [self._exit, self._channel.closed]
         await asyncio.wait(signs, return_when=asyncio.FIRST_COMPLETED)
         # Whichever came first, the other follows; a process without its channel is of no use.
-        await asyncio.wait([self._over], timeout=REASON_S)
+        await asyncio.wait([self._exit], timeout=REASON_S)
         self.kill()
-        how = await asyncio.shield(self._over)
+        how = await asyncio.shield(self._exit)
         await asyncio.wait([self._channel.closed], timeout=REASON_S)  # its last messages
         return how
 
@@ -232,8 +234,8 @@ class RayRank:
         return self._stopped
 
     def close(self) -> None:
-        if self._insisting is not None:
-            self._insisting.cancel()
+        if self._killing is not None:
+            self._killing.cancel()
         if self._listener is not None:
             self._listener.close()
         if self._channel is not None:
@@ -242,10 +244,10 @@ class RayRank:
             with contextlib.suppress(OSError):
                 writer.close()
         if self._end_host is not None:
-            self._end_host().add_done_callback(_look_at)
+            self._end_host().add_done_callback(_retrieve_exception)
 
 
-def say(error: BaseException | None) -> str:
+def first_sentence(error: BaseException | None) -> str:
     """The sentence in one of Ray's errors, which are pages."""
     if error is None:
         return "its work was done"
@@ -255,7 +257,7 @@ def say(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {cause.partition(' Some common causes')[0].splitlines()[0] if cause else ''}"
 
 
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """asyncio complains of errors that nobody looked at."""
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Else asyncio logs that the exception was never retrieved."""
     if not future.cancelled():
         future.exception()

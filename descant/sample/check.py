@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from descant.errors import UserError
-from descant.sample.pages import PAGE_TOKENS, pages_for
+from descant.prefix import PAGE_TOKENS
+from descant.sample.pages import pages_for
 from descant.types import ModelInput, SampleRequest, SamplingParams, input_length
 
 
@@ -27,27 +28,28 @@ def check_request(
         raise UserError(f"num_samples is {request.num_samples}, expected 1 to {max_num_samples}")
     _check_prompt(request.prompt, vocab_size)
     check_scores(request, vocab_size=vocab_size, max_topk=max_topk)
-    _check_draw(params)
+    _check_sampling(params)
     _check_stop(params.stop, vocab_size)
 
     prompt_tokens = input_length(request.prompt)
-    # The token drawn last is never fed back, so its key needs no room.
+    # The token sampled last is never fed back: its key needs no room, and after a prompt as long as the context, whose
+    # scores are asked for with one token, it needs no position.
     memory_tokens = num_pages * PAGE_TOKENS + 1
-    if prompt_tokens >= max_context_length:
+    if prompt_tokens > max_context_length:
         raise UserError(
-            f"prompt has {prompt_tokens} tokens, expected at most {max_context_length - 1} "
-            f"(the context length {max_context_length} less one to sample)"
+            f"prompt has {prompt_tokens} tokens, expected at most {max_context_length} (the context length)"
         )
+    room = max(1, max_context_length - prompt_tokens)
     if prompt_tokens >= memory_tokens:
         raise UserError(f"prompt has {prompt_tokens} tokens, expected at most {memory_tokens - 1} (the KV memory)")
     if params.max_tokens is None:
-        return min(max_context_length, memory_tokens) - prompt_tokens
+        return min(room, memory_tokens - prompt_tokens)
     if params.max_tokens < 1:
         raise UserError(f"sampling_params.max_tokens is {params.max_tokens}, expected at least 1")
-    if prompt_tokens + params.max_tokens > max_context_length:
+    if params.max_tokens > room:
         raise UserError(
             f"sampling_params.max_tokens is {params.max_tokens} after a prompt of {prompt_tokens} tokens, "
-            f"expected at most {max_context_length - prompt_tokens} (the context length is {max_context_length})"
+            f"expected at most {room} (the context length is {max_context_length})"
         )
     if pages_for(prompt_tokens + params.max_tokens - 1) > num_pages:
         raise UserError(
@@ -69,7 +71,10 @@ def check_scores(request: SampleRequest, *, vocab_size: int, max_topk: int) -> N
     num_rows = input_length(request.prompt) - 1
     if (last_n := request.prompt_logprobs_last_n) is not None:
         if not request.prompt_logprobs:
-            raise UserError(f"prompt_logprobs_last_n is {last_n}, expected it together with prompt_logprobs")
+            raise UserError(
+                f"prompt_logprobs_last_n is {last_n} and prompt_logprobs is not asked for, expected both "
+                "(include_prompt_logprobs=True)"
+            )
         if not 1 <= last_n <= num_rows:
             raise UserError(
                 f"prompt_logprobs_last_n is {last_n}, expected 1 to {num_rows} (the prompt has {num_rows + 1} tokens)"
@@ -102,7 +107,7 @@ def _check_prompt(prompt: ModelInput, vocab_size: int) -> None:
             )
 
 
-def _check_draw(params: SamplingParams) -> None:
+def _check_sampling(params: SamplingParams) -> None:
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise UserError(f"sampling_params.temperature is {params.temperature}, expected a finite number of at least 0")
     if params.top_k != -1 and params.top_k < 1:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from descant.sample.chance import stream_seed
+from descant.sample.rng import stream_seed
 from descant.types import (
     EMPTY_TOPK,
     Float32,
@@ -29,10 +29,10 @@ from descant.types import (
 )
 
 MAX_ALTERNATIVES = 1 << 16
-"""Draws kept apart for each row, so that what is drawn does not depend on how many are asked for."""
+"""Random numbers set apart for each row, so that what is sampled does not depend on how many are asked for."""
 
 _ALTERNATIVES_STREAM = -1
-"""Among a request's streams of chance, whose samples are 0 and up."""
+"""Among a request's streams of random numbers; those of its samples are 0 and up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,8 +40,8 @@ class PromptChunk:
     """What is wanted of a step's tokens from its token number ``skip`` on: S rows.
 
     ``targets`` int64 [S]: the prompt's next tokens. ``row_starts`` int64 [S + 1] and ``token_ids`` int64 [C]: other
-    tokens asked about (-1: none); None where there are none at all. ``num_drawn`` tokens a row are drawn from the
-    stream ``seed`` at ``temperature``, row r by draws ``(first_row + r) · MAX_ALTERNATIVES`` and up.
+    tokens asked about (-1: none); None where there are none at all. ``num_alternatives`` tokens a row are sampled from
+    the stream ``seed`` at ``temperature``, row r from offset ``(first_row + r) · MAX_ALTERNATIVES`` on.
     """
 
     skip: int
@@ -50,7 +50,7 @@ class PromptChunk:
     topk: int
     row_starts: Int64 | None
     token_ids: Int64 | None
-    num_drawn: int
+    num_alternatives: int
     temperature: float
     seed: int
 
@@ -62,14 +62,15 @@ class PromptChunk:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptRows:
     """A chunk's answers: ``logprobs`` [S] of its ``targets``; ``topk_ids`` and ``topk_logprobs`` [S, ≤ K], falling;
-    ``cells`` [C], anything where -1 was asked; ``drawn_ids`` and ``drawn_logprobs`` [S, num_drawn]."""
+    ``cells`` [C], anything where -1 was asked; ``alternative_ids`` and ``alternative_logprobs`` [S,
+    num_alternatives]."""
 
     logprobs: Float32
     topk_ids: Int32 | None = None
     topk_logprobs: Float32 | None = None
     cells: Float32 | None = None
-    drawn_ids: Int64 | None = None
-    drawn_logprobs: Float32 | None = None
+    alternative_ids: Int64 | None = None
+    alternative_logprobs: Float32 | None = None
 
     @staticmethod
     def joined(parts: Sequence[PromptRows]) -> PromptRows:
@@ -139,7 +140,7 @@ class PromptScorer:
             topk=request.topk_prompt_logprobs,
             row_starts=row_starts,
             token_ids=token_ids,
-            num_drawn=request.prompt_alt_tokens_k,
+            num_alternatives=request.prompt_alt_tokens_k,
             temperature=request.sampling_params.temperature,
             seed=self._seed,
         )
@@ -178,10 +179,13 @@ class PromptScorer:
                 sparse_col_indices=wanted.sparse_col_indices,
             )
         if k := request.prompt_alt_tokens_k:
-            ids = [np.zeros((0, k), np.int64), *(part.drawn_ids for part in self._rows if part.drawn_ids is not None)]
-            drawn = [part.drawn_logprobs for part in self._rows if part.drawn_logprobs is not None]
+            ids = [
+                np.zeros((0, k), np.int64),
+                *(part.alternative_ids for part in self._rows if part.alternative_ids is not None),
+            ]
+            found = [part.alternative_logprobs for part in self._rows if part.alternative_logprobs is not None]
             alternatives = PromptAltTokens(
-                tokens=np.concatenate(ids), logprobs=np.concatenate([np.zeros((0, k), np.float32), *drawn])
+                tokens=np.concatenate(ids), logprobs=np.concatenate([np.zeros((0, k), np.float32), *found])
             )
         return PromptScores(logprobs=logprobs, topk=topk, target_logprobs=targets, alt_tokens=alternatives)
 

@@ -28,7 +28,7 @@ class StopText:
         self._finished = 0
 
     def met(self, tokens: Sequence[int]) -> bool:
-        """``tokens``: all that the sequence has drawn, one more than at the last call. True once, at the end."""
+        """``tokens``: the sequence's output tokens, one more than at the last call. True once, at the end."""
         before = self._decode_text(tokens[self._context : self._finished])
         now = self._decode_text(tokens[self._context :])
         text = self._tail + now[len(before) :]

@@ -6,8 +6,11 @@ waits for them, so that a stop takes no longer than the requests that really wor
 
 from __future__ import annotations
 
+import asyncio
+import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -19,9 +22,18 @@ from starlette.routing import Route
 
 from descant.errors import Unauthorized
 from descant.server.auth import Keys
+from descant.server.connections import (
+    LOOPBACK,
+    RESERVED_FILES,
+    Connection,
+    ConnectionLimits,
+    Connections,
+    raise_open_files,
+)
 from descant.server.longpoll import LongPolls
 from descant.server.responses import error_response, json_response
-from descant.server.routes import PREFIX, Routes, ServerSettings
+from descant.server.routes import PREFIX, Routes
+from descant.server.settings import HttpSettings
 from descant.service.service import Service
 
 
@@ -32,16 +44,17 @@ def create_app(
     ready: Callable[[], str | None],
     missing: Callable[[], str | None] = lambda: None,
     report: Callable[[], Mapping[str, Any]] = dict,
-    settings: ServerSettings | None = None,
+    settings: HttpSettings | None = None,
 ) -> Starlette:
     """The Tinker protocol under ``/api/v1`` over ``service``, with ``/healthz`` and ``/readyz``.
 
     ``ready``: None when requests can be served, else what is awaited, in a sentence. ``missing``: what is missing
-    though they can. ``report``: what ``/api/v1/admin/report`` answers, to anybody with a key.
+    though they can. ``report``: what ``/api/v1/admin/report`` answers, with any key.
     ``app.state.long_polls.close()`` answers every open long poll at once, and every later one.
     """
     polls = LongPolls()
-    routes = Routes(service, auth=auth, polls=polls, settings=settings or ServerSettings())
+    settings = settings or HttpSettings()
+    routes = Routes(service, auth=auth, polls=polls, settings=settings)
 
     async def readyz(request: Request) -> Response:
         reason = ready()
@@ -63,6 +76,7 @@ def create_app(
     ]
     app = Starlette(routes=[*own, *routes.table()], exception_handlers={HTTPException: _http_error})
     app.state.long_polls = polls
+    app.state.settings = settings
     return app
 
 
@@ -71,24 +85,57 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return json_response({"detail": f"{request.method} {request.url.path}: {error.detail}"}, status=error.status_code)
 
 
-class HttpServer(uvicorn.Server):
-    """Serves an app of ``create_app`` on sockets that are bound already (``bind``): nobody else can take the port."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted; all of them may be at once, before any is looked at."""
 
-    def __init__(self, app: Starlette, *, graceful_stop_s: int = 10, log_level: str = "warning"):
+
+class HttpServer(uvicorn.Server):
+    """Serves an app of ``create_app`` on sockets that are bound already (``bind``): no other process can take the
+    port."""
+
+    def __init__(
+        self,
+        app: Starlette,
+        *,
+        graceful_stop_s: int = 10,
+        log_level: str = "warning",
+        uncounted: Sequence[str] = LOOPBACK,
+    ):
+        """``uncounted``: addresses and networks of which there may be any number of connections without a key, beside
+        ``http.trusted_proxies``."""
+        self._polls: LongPolls = app.state.long_polls
+        settings: HttpSettings = app.state.settings
+        open_files = raise_open_files()
+        backlog = min(BACKLOG, open_files // 4)
+        self._connections = Connections(
+            ConnectionLimits(
+                header_timeout_s=settings.header_timeout_s,
+                idle_timeout_s=settings.idle_timeout_s,
+                max_connections=min(settings.max_connections, max(16, open_files - backlog - RESERVED_FILES)),
+                max_unauthenticated_per_address=settings.max_unauthenticated_per_address,
+                uncounted=(*uncounted, *settings.trusted_proxies),
+            )
+        )
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=partial(Connection, self._connections),  # type: ignore[arg-type]  # called as the class would be
                 ws="none",
                 access_log=False,
+                log_config=None,  # its loggers pass on to ours
                 log_level=log_level,
-                timeout_keep_alive=75,
+                backlog=backlog,
+                timeout_keep_alive=math.ceil(settings.idle_timeout_s),
                 timeout_graceful_shutdown=graceful_stop_s,
                 server_header=False,
                 proxy_headers=False,
             )
         )
-        self._polls: LongPolls = app.state.long_polls
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % 10 == 5:  # a tick is a tenth of a second
+            self._connections.sweep(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._polls.close()
@@ -102,6 +149,6 @@ def bind(host: str, port: int) -> socket.socket:
     wait for the client's delayed acknowledgement, 44 ms a request (uvloop sets this by itself, asyncio does not here).
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=2048)
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class BrokenOff(Exception):
+class Disconnected(Exception):
     """The client closed the connection on which it waited."""
 
 
@@ -19,14 +19,14 @@ class LongPolls:
         self.closed = False
 
     async def wait(
-        self, coroutine: Coroutine[Any, Any, T], *, deadline_s: float, broken_off: Coroutine[Any, Any, None]
+        self, coroutine: Coroutine[Any, Any, T], *, deadline_s: float, disconnected: Coroutine[Any, Any, None]
     ) -> T | None:
         """The coroutine's result, or None if it was not there by the deadline or by ``close``.
 
-        ``broken_off`` ends when the client does not wait any more: raises ``BrokenOff`` then, the coroutine at its end.
-        Raises what the coroutine raises. Cancelling the caller cancels the coroutine.
+        ``disconnected`` ends when the client does not wait any more: raises ``Disconnected`` then, the coroutine at its
+        end. Raises what the coroutine raises. Cancelling the caller cancels the coroutine.
         """
-        task, gone = asyncio.ensure_future(coroutine), asyncio.ensure_future(broken_off)
+        task, gone = asyncio.ensure_future(coroutine), asyncio.ensure_future(disconnected)
         self._open.add(task)
         if self.closed:
             task.cancel()
@@ -39,7 +39,7 @@ class LongPolls:
                 task.cancel()
         if not task.done() and gone.done():
             await asyncio.wait([task])
-            raise BrokenOff
+            raise Disconnected
         return task.result() if task.done() and not task.cancelled() else None
 
     def close(self) -> None:

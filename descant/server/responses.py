@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from descant.errors import DescantError, Overloaded
-from descant.service.promises import Pending, Submitted
+from descant.service.futures import Pending, Submitted
 from descant.wire.encode import describe_error
 
 
@@ -25,6 +25,8 @@ def error_response(error: Exception) -> Response:
     message, category = describe_error(error)
     status = error.http_status if isinstance(error, DescantError) else 500
     headers = {}
+    if status == 408:  # the rest of the request may still come, or never
+        headers = {"connection": "close"}
     if isinstance(error, Overloaded):
         headers = {
             "retry-after": str(max(1, math.ceil(error.retry_after_s))),

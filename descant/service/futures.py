@@ -1,215 +1,156 @@
-"""The promises made to clients, in the service's database.
-
-Pending futures wait in memory (an ``asyncio.Future`` each, shared by all who wait) and stand in the database; a
-finished one is in the database alone. Nobody polls.
-"""
+"""The protocol's futures as their clients see them: accepted, polled, cancelled, abandoned."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import secrets
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
-from sqlalchemy.exc import IntegrityError
-
-from descant.errors import NotFound
-from descant.ports import Clock
-from descant.service.database import Database
-from descant.service.schema import futures
-from descant.types import Encoded, FutureKey, FutureState
+from descant.errors import Gone, NotFound, ServerError, UserError
+from descant.ports import Clock, FutureStore
+from descant.service.jobs import Job, Jobs
+from descant.service.liveness import Liveness, client_of
+from descant.types import FutureKey, FutureState
 
 log = logging.getLogger(__name__)
 
-PRUNE_CHUNK = 500
-"""Futures forgotten in one write, so that nobody waits long behind it."""
+MAX_ABANDONED = 1 << 16
+"""Sampling requests of which it is remembered that they were abandoned."""
+
+QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
-# Built once: building one takes longer than executing it.
-_FIND = select(futures.c.request_id).where(
-    *(futures.c[name] == bindparam(name) for name in ("owner", "kind", "scope", "seq_id"))
-)
-_INSERT = insert(futures)
-_FINISH = update(futures).where(futures.c.request_id == bindparam("of"), futures.c.finished_at.is_(None))
-_GET = select(futures).where(futures.c.request_id == bindparam("of"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """The immediate answer to a request that ends in a future."""
+
+    request_id: str
+    model_id: str | None = None
+    sample_sequence_ids: tuple[str, ...] | None = None
 
 
-class _Entry:
-    """A future that has not ended, as far as the database knows. ``answer`` is set while it is being written; who waits
-    has it then (``done``)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """A future that has not ended: ``reason`` says in a sentence what runs now and how much is ahead."""
 
-    __slots__ = ("answer", "done", "saved", "state")
-
-    def __init__(self, state: FutureState):
-        self.state = state
-        self.answer: FutureState | None = None
-        self.done: asyncio.Future[FutureState] = asyncio.get_running_loop().create_future()
-        self.saved = asyncio.Event()
+    request_id: str
+    queue_state: QueueState
+    reason: str
 
 
-class SqlFutureStore:
-    """``FutureStore`` over a ``Database``, which stays its owner's to close."""
+class FutureService:
+    """Owns which requests were abandoned because no client polled, and which answers were fetched. What a request does,
+    and how it ends, is the affair of its ``Job`` and of the caller that had it accepted."""
 
-    def __init__(self, database: Database, clock: Clock):
-        self._database = database
+    def __init__(
+        self,
+        *,
+        store: FutureStore,
+        jobs: Jobs,
+        liveness: Liveness,
+        clock: Clock,
+        reason: Callable[[Job], str],
+    ):
+        """``reason`` says in a sentence why a job has not ended."""
+        self._store = store
+        self._jobs = jobs
+        self._liveness = liveness
         self._clock = clock
-        self._entries: dict[str, _Entry] = {}
-        self._unsaved: dict[str, FutureState] = {}
-        """Answers whose write failed: given from here, and written again at the next chance."""
+        self._reason = reason
+        self._abandoned: dict[str, None] = {}
+        """The latest sampling requests whose clients did not poll any more."""
+        self._fetched: dict[str, float] = {}
+        """Answers that clients have been given, and when first; the longest ago first."""
 
-    async def put(self, *, key: FutureKey, owner: str, base: str, operation: str) -> tuple[str, bool]:
-        request_id = secrets.token_hex(16)
-        state = FutureState(
-            request_id=request_id, owner=owner, base=base, key=key, operation=operation, encoded=None, failed=False
-        )
-        same = {"owner": owner, "kind": key.kind, "scope": key.scope, "seq_id": key.seq_id}
-        new = {
-            **same,
-            "request_id": request_id,
-            "base": base,
-            "operation": operation,
-            "created_at": self._clock.now(),
-            "failed": False,
-        }
+    async def accept(
+        self,
+        *,
+        key: FutureKey,
+        owner: str,
+        base: str,
+        operation: str,
+        begin: Callable[[str], None],
+        not_begun: Callable[[], None] | None = None,
+    ) -> str:
+        """The future of a submission. ``begin`` is called with its id if it is new, and only then: of the same request
+        sent twice, one begins. Client gone or not, what is in the store is begun."""
 
-        def insert_once(connection: Connection) -> str:
-            found = connection.execute(_FIND, same).scalar_one_or_none()
-            if found is None:
-                connection.execute(_INSERT, new)
-            return found or request_id
+        self._liveness.heard_from(client_of(key))
 
-        self._entries[request_id] = _Entry(state)  # before the row can be seen, so that no waiter can miss it
-        stands = ""
-        try:
-            stands = await self._database.write(insert_once)
-        except IntegrityError:  # another process wrote between our select and our insert
-            stands = await self._database.write(insert_once)
-        finally:
-            if stands != request_id:
-                del self._entries[request_id]
-        return stands, stands == request_id
-
-    async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
-        """As the port says; on return it is durable. Who waits is answered from memory at once, not a disk's time
-        later, and also when the write fails, which is then tried again whenever another future ends. Only a process
-        that ends before one of these succeeds loses the answer: the future is then pending at the next start, and
-        fails there, for a client that had not got its answer."""
-        entry = await self._find(request_id)
-        if isinstance(entry, FutureState):
-            return
-        if entry.answer is not None:  # the first answer stands; return when it does
-            await entry.saved.wait()
-            return
-        answer = entry.answer = replace(entry.state, encoded=encoded, failed=failed)
-        entry.done.set_result(answer)
-        try:
-            await self._save(answer)
-        except BaseException as error:
-            self._unsaved[request_id] = answer
-            if not isinstance(error, Exception):
-                raise
-            log.exception("the answer of request %s could not be written and is kept in memory", request_id)
-        else:
-            await self._save_unsaved()
-        finally:
-            entry.saved.set()
-            del self._entries[request_id]
-
-    async def get(self, request_id: str, *, timeout_s: float = 0.0) -> FutureState:
-        entry = await self._find(request_id)
-        if isinstance(entry, FutureState):
-            return entry
-        if timeout_s > 0 and not entry.done.done():
-            deadline = asyncio.ensure_future(self._clock.sleep(timeout_s))
-            either: set[asyncio.Future[Any]] = {entry.done, deadline}
+        async def put() -> str:
+            new = False
             try:
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                request_id, new = await self._store.put(key=key, owner=owner, base=base, operation=operation)
             finally:
-                deadline.cancel()
-        return entry.done.result() if entry.done.done() else entry.state
+                if not new and not_begun is not None:
+                    not_begun()
+            if new:
+                begin(request_id)
+            else:
+                self._liveness.sent_again(request_id)
+            return request_id
 
-    async def pending(self) -> Sequence[FutureState]:
-        rows = await self._database.read(
-            select(futures).where(futures.c.finished_at.is_(None)).order_by(futures.c.id.asc())
-        )
-        return [_state(row) for row in rows if row.request_id not in self._unsaved]
+        return await asyncio.shield(self._jobs.spawn(put()))
 
-    async def prune(self, *, finished_before: float) -> int:
-        await self._save_unsaved()
-        old = select(futures.c.id).where(futures.c.finished_at < finished_before).limit(PRUNE_CHUNK)
+    async def retrieve_future(self, principal: str, request_id: str, *, timeout_s: float) -> FutureState | Pending:
+        """Waits up to ``timeout_s``. Raises ``NotFound`` for an id this principal does not own, ``Gone`` for a sampling
+        request that was abandoned because its client did not poll: the client sends it again."""
+        state = await self._future(principal, request_id)
+        client = client_of(state.key)
+        with self._liveness.polling(client, request_id):
+            if state.encoded is None and timeout_s > 0:
+                state = await self._store.get(request_id, timeout_s=timeout_s)
+        if request_id in self._abandoned:
+            self._liveness.came_back(client.session_id)
+            raise Gone(f"request {request_id!r} was abandoned, since its client did not poll for it; send it again")
+        if state.encoded is not None:
+            self._fetched.setdefault(request_id, self._clock.monotonic())
+            return state
+        job = self._jobs.get(request_id)
+        reason = self._reason(job) if job is not None else f"{state.operation} is about to end"
+        return Pending(request_id=request_id, queue_state="active", reason=reason)
 
-        def delete_some(connection: Connection) -> int:
-            return connection.execute(delete(futures).where(futures.c.id.in_(old))).rowcount
+    def fetched_before(self, at: float) -> Sequence[str]:
+        """Requests whose answers were fetched before this time of the clock, each returned once."""
+        found = list(itertools.takewhile(lambda request_id: self._fetched[request_id] < at, self._fetched))
+        for request_id in found:
+            del self._fetched[request_id]
+        return found
 
-        num_pruned = 0
-        while num_deleted := await self._database.write(delete_some):
-            num_pruned += num_deleted
-        return num_pruned
+    async def poll_disconnected(self, principal: str, request_id: str) -> None:
+        """The client's side closed the connection of a long poll for this request; that poll is over."""
+        state = await self._future(principal, request_id)
+        self._liveness.poll_disconnected(client_of(state.key))
 
-    # ----------------------------------------------------------------------------------------------------------------
+    async def submission_disconnected(self, principal: str, request_id: str) -> None:
+        """The client's side closed the connection on which it had sent this request, before the answer."""
+        await self._future(principal, request_id)
+        self._liveness.submission_disconnected(request_id)
 
-    async def _find(self, request_id: str) -> _Entry | FutureState:
-        """The entry of a future that has not ended, or the state of one that has. Raises ``NotFound``."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            return entry
-        if request_id not in self._unsaved:
-            state = await self._read(request_id)
-            if state.encoded is not None:
-                return state
-            # Pending since before this store was opened. It may have ended while we read; whoever ends it from now on
-            # finds the entry, so a second look settles it.
-            entry = self._entries.setdefault(request_id, _Entry(state))
-            state = await self._read(request_id)
-            if state.encoded is None and request_id not in self._unsaved:
-                return entry
-            if entry.answer is None and self._entries.pop(request_id, None) is not None:
-                entry.saved.set()
-                entry.done.set_result(self._unsaved.get(request_id, state))
-        return self._unsaved.get(request_id) or await self._read(request_id)
+    async def cancel_future(self, principal: str, request_id: str) -> None:
+        """Ends a sampling request, whose future fails; others run on, for what they do counts. Raises ``NotFound``."""
+        await self._future(principal, request_id)
+        job = self._jobs.get(request_id)
+        if job is not None and job.is_sample:
+            self._jobs.fail(job, UserError("the request was cancelled by its client"))
 
-    async def _read(self, request_id: str) -> FutureState:
-        rows = await self._database.read(_GET, {"of": request_id})
-        if not rows:
+    def abandon(self, request_ids: Collection[str], why: str) -> None:
+        """Ends sampling requests whose client is not there any more."""
+        found = (self._jobs.get(request_id) for request_id in request_ids)
+        jobs = [job for job in found if job is not None and not job.ended]
+        for job in jobs:
+            self._abandoned[job.request_id] = None
+            self._jobs.fail(job, ServerError(f"the request was abandoned: {why}"))
+        while len(self._abandoned) > MAX_ABANDONED:
+            del self._abandoned[next(iter(self._abandoned))]
+        if jobs:
+            log.info("%d sampling requests were abandoned: %s", len(jobs), why)
+
+    async def _future(self, principal: str, request_id: str) -> FutureState:
+        state = await self._store.get(request_id)
+        if state.owner != principal:  # before any waiting, whose length would show that the id exists
             raise NotFound(f"no request {request_id!r}: it never was, or its answer is no longer kept")
-        return _state(rows[0])
-
-    async def _save(self, answer: FutureState) -> None:
-        assert answer.encoded is not None
-        values = {
-            "of": answer.request_id,
-            "finished_at": self._clock.now(),
-            "failed": answer.failed,
-            "content_type": answer.encoded.content_type,
-            "body": answer.encoded.body,
-        }
-
-        def finish(connection: Connection) -> None:
-            connection.execute(_FINISH, values)
-
-        await self._database.write(finish)
-
-    async def _save_unsaved(self) -> None:
-        for request_id, answer in list(self._unsaved.items()):
-            try:
-                await self._save(answer)
-            except Exception:
-                log.exception("the answer of request %s could still not be written", request_id)
-                return
-            self._unsaved.pop(request_id, None)
-
-
-def _state(row: Row[Any]) -> FutureState:
-    encoded = None if row.finished_at is None else Encoded(content_type=row.content_type, body=row.body)
-    return FutureState(
-        request_id=row.request_id,
-        owner=row.owner,
-        base=row.base,
-        key=FutureKey(kind=row.kind, scope=row.scope, seq_id=row.seq_id),
-        operation=row.operation,
-        encoded=encoded,
-        failed=bool(row.failed),
-    )
+        return state

@@ -7,13 +7,12 @@ import inspect
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from descant.errors import ServerError
 from descant.ports import Clock, FutureStore
-from descant.service.presence import Client
 from descant.types import Answer, Encoded
 
 log = logging.getLogger(__name__)
@@ -26,43 +25,73 @@ CLOSE_TIMEOUT_S = 5.0
 RATE_WINDOW = 32
 """Forward and backward passes by which the estimate of a base's speed goes."""
 
+MOST_AHEAD = 1000
+"""Requests ahead of one that are counted when its client asks: who queues many asks for each of them."""
+
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of. ``client``:
-    who waits for it, if it is given up without.
+    """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of.
 
-    ``claimed``: somebody has come for its answer, and it is that client's from then on. ``claimed_at_once``: its client
-    said that it comes as soon as it has the request's id, or closed the connection before; if it does not come, nobody
-    will. ``unclaimed_since``: when it was sent last.
-    ``submitted``: the backend has it; until then it waits for its turn in the order of its model.
-    ``on_end`` is called once, however it ends.
+    ``submitted_at``: when the backend got it; until then it waits for its turn in the order of its model.
+    ``on_submit`` is called at that time, ``on_end`` once, however it ends.
     """
 
     request_id: str
     operation: str
     base: str
+    owner: str
     model_id: str | None = None
     seq_id: int = 0
     num_tokens: int = 0
-    client: Client | None = None
-    claimed: bool = False
-    claimed_at_once: bool = False
     accepted_at: float = 0.0
-    unclaimed_since: float = 0.0
+    on_submit: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
-    submitted: bool = False
+    submitted_at: float | None = None
     ended: bool = False
-    order: int = field(default_factory=itertools.count().__next__)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def is_sample(self) -> bool:
+        """Else it belongs to a model: it trains, saves, loads, or makes it."""
+        return self.model_id is None
+
+
+class _Index:
+    """Jobs by a key, each key's in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[Hashable, dict[str, Job]] = {}
+
+    def add(self, key: Hashable, job: Job) -> None:
+        self._jobs.setdefault(key, {})[job.request_id] = job
+
+    def discard(self, key: Hashable, job: Job) -> None:
+        jobs = self._jobs.get(key)
+        if jobs is not None and jobs.pop(job.request_id, None) is not None and not jobs:
+            del self._jobs[key]
+
+    def __getitem__(self, key: Hashable) -> Collection[Job]:
+        jobs = self._jobs.get(key)
+        return () if jobs is None else jobs.values()
 
 
 class Jobs:
+    """What is asked of them often (what a base or a model has) costs what is found, not
+    what there is."""
+
     def __init__(self, *, futures: FutureStore, clock: Clock, encode: Callable[[Answer | Exception], Encoded]):
         self._futures = futures
         self._clock = clock
         self._encode = encode
         self._jobs: dict[str, Job] = {}
+        self._training, self._sampling = _Index(), _Index()
+        """By base."""
+        self._submitted = _Index()
+        """Training requests that backends have, by base."""
+        self._at_work = _Index()
+        """All that backends have, by base."""
+        self._of_model = _Index()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._passes: dict[str, deque[tuple[float, int]]] = {}
         self._last_end: dict[str, float] = {}
@@ -76,24 +105,38 @@ class Jobs:
     def get(self, request_id: str) -> Job | None:
         return self._jobs.get(request_id)
 
-    def where(self, wanted: Callable[[Job], bool]) -> list[Job]:
-        return [job for job in self._jobs.values() if wanted(job)]
+    def of_base(self, base: str) -> list[Job]:
+        return [*self._training[base], *self._sampling[base]]
+
+    def num_of_base(self, base: str) -> int:
+        return len(self._training[base]) + len(self._sampling[base])
+
+    def of_model(self, model_id: str) -> list[Job]:
+        return list(self._of_model[model_id])
 
     def idle_s(self, base: str) -> float:
         """How long this base has had work and ended none of it; 0 without work."""
-        submitted = [job.accepted_at for job in self._jobs.values() if job.base == base and job.submitted]
-        if not submitted:
+        longest = next(iter(self._at_work[base]), None)
+        if longest is None or longest.submitted_at is None:
             return 0.0
-        return self._clock.monotonic() - max(min(submitted), self._last_end.get(base, 0.0))
+        return self._clock.monotonic() - max(longest.submitted_at, self._last_end.get(base, 0.0))
 
     def add(self, job: Job) -> Job:
-        job.accepted_at = job.unclaimed_since = self._clock.monotonic()
+        job.accepted_at = self._clock.monotonic()
         self._jobs[job.request_id] = job
+        (self._sampling if job.is_sample else self._training).add(job.base, job)
+        if job.model_id is not None:
+            self._of_model.add(job.model_id, job)
         return job
 
     def start(self, job: Job, answer: Awaitable[Answer]) -> None:
         """Waits for ``answer`` in the background and ends the job with it, or with what it raises."""
-        job.submitted = True
+        job.submitted_at = self._clock.monotonic()
+        self._at_work.add(job.base, job)
+        if job.model_id is not None:
+            self._submitted.add(job.base, job)
+        if job.on_submit is not None:
+            job.on_submit()
         job.task = self.spawn(self._finish(job, answer))
         if inspect.iscoroutine(answer):  # cancelled before it began, it would complain that it was never awaited
             job.task.add_done_callback(lambda _: answer.close())
@@ -146,16 +189,18 @@ class Jobs:
     # ----------------------------------------------------------------------------------------------------------------
 
     def reason(self, job: Job) -> str:
-        """What runs now and how much is ahead of this job that the backend has. Names nobody else's ids."""
-        if job.model_id is None:
-            others = sum(other.base == job.base and other.model_id is None for other in self._jobs.values()) - 1
+        """What runs now and how much is ahead of this job that the backend has. Names no other owner's ids."""
+        if job.is_sample:
+            others = len(self._sampling[job.base]) - 1
             return f"{job.operation} runs on {job.base}, together with {others} other sampling requests"
-        ahead = [
-            other
-            for other in self._jobs.values()
-            if other.base == job.base and other.submitted and other.model_id is not None and other.order < job.order
-        ]
         what = f"{job.operation} (seq_id {job.seq_id})"
+        ahead: list[Job] = []
+        for other in self._submitted[job.base]:
+            if other is job:
+                break
+            if len(ahead) == MOST_AHEAD:
+                return f"{what} is queued on {job.base}: more than {MOST_AHEAD} requests are ahead of it"
+            ahead.append(other)
         if not ahead:
             return f"{what} runs now on {job.base}{self._size(job.base, job.num_tokens)}"
         own = [other for other in ahead if other.model_id == job.model_id]
@@ -198,4 +243,12 @@ class Jobs:
         try:
             await self.resolve(job.request_id, answer)
         finally:
-            self._jobs.pop(job.request_id, None)
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        self._jobs.pop(job.request_id, None)
+        (self._sampling if job.is_sample else self._training).discard(job.base, job)
+        for index in (self._submitted, self._at_work):
+            index.discard(job.base, job)
+        if job.model_id is not None:
+            self._of_model.discard(job.model_id, job)

@@ -1,4 +1,4 @@
-"""One lock per key, kept only while somebody holds or wants it."""
+"""One lock per key, kept only while a task holds or wants it."""
 
 from __future__ import annotations
 

@@ -23,6 +23,11 @@ def sampling_session_id_of(session_id: str, sampling_session_seq_id: int) -> str
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
+def session_id_of(id_: str) -> str:
+    """The session that a model or a sampling session is in."""
+    return id_.partition(":")[0]
+
+
 def check_checkpoint_name(name: str) -> str:
     """``name``, or ``UserError``. It becomes a directory and the last of a path's three segments."""
     if not name:
@@ -41,8 +46,8 @@ def parse_path(path: str) -> CheckpointName:
     """The checkpoint that a ``tinker://`` path names. Raises ``UserError``."""
     expected = "expected tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME"
     if not path.startswith("tinker://"):
-        raise UserError(f"the path is {path!r}, {expected}")
+        raise UserError(f"the path is {path[:200]!r}, {expected}")
     segments = path.removeprefix("tinker://").split("/")
     if len(segments) != 3 or segments[1] not in _TYPES or not re.fullmatch(r"[A-Za-z0-9:_-]+", segments[0]):
-        raise UserError(f"the path is {path!r}, {expected}")
+        raise UserError(f"the path is {path[:200]!r}, {expected}")
     return CheckpointName(model_id=segments[0], type=_TYPES[segments[1]], name=check_checkpoint_name(segments[2]))

@@ -1,14 +1,15 @@
-"""What to tell somebody whose model or sampler did not survive: where to go on."""
+"""Where to resume from, for the errors of models and samplers that did not survive."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 
-from descant.errors import Lost
+from descant.errors import Lost, RankDied
 from descant.ports import CheckpointStore
-from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRecord
-from descant.types import CheckpointType, FutureState
+from descant.service.names import parse_path
+from descant.service.registry import ModelRecord, Registry, SamplingSessionRecord
+from descant.types import CheckpointName, CheckpointType, FutureState
 
 log = logging.getLogger(__name__)
 
@@ -16,20 +17,22 @@ BEST_FIRST: tuple[CheckpointType, ...] = ("weights", "sampler_weights")
 
 
 class Resume:
-    def __init__(self, *, catalogue: Catalogue, checkpoints: CheckpointStore):
-        self._catalogue = catalogue
+    def __init__(self, *, registry: Registry, checkpoints: CheckpointStore):
+        self._registry = registry
         self._checkpoints = checkpoints
 
-    async def model(self, model_id: str) -> Lost:
-        record = await self._catalogue.model(model_id)
+    async def model(self, model_id: str, died: RankDied | None = None) -> Lost:
+        """``died``: what has just taken it along; the registry may not know yet."""
+        record = await self._registry.model(model_id)
         why = record.status_reason if record is not None and record.status_reason else "its process ended"
+        why = why if died is None else died.message
         return Lost(f"model {model_id!r} is lost ({why}); {await self._where(model_id, record)}")
 
     async def sampler(self, sampler: SamplingSessionRecord) -> Lost:
         """Of an ephemeral sampling session; one on a path has its file."""
         assert sampler.version is not None
         model_id = sampler.version.model_id
-        record = await self._catalogue.model(model_id)
+        record = await self._registry.model(model_id)
         where: object = f"model {model_id!r} is there: save its weights for sampling again"
         if record is None or record.status != "live":
             where = await self.model(model_id)
@@ -57,7 +60,7 @@ class Resume:
         if kind == "train":
             return str(await self.model(scope))
         if kind == "sample":
-            sampler = await self._catalogue.sampling_session(scope)
+            sampler = await self._registry.sampling_session(scope)
             if sampler is not None and sampler.ephemeral:
                 return str(await self.sampler(sampler))
             return "sample again"
@@ -71,8 +74,18 @@ class Resume:
             return "its checkpoints could not be listed"
         for type_ in BEST_FIRST:
             for checkpoint in found:  # newest first
-                if checkpoint.name.type == type_:
+                if checkpoint.name.type == type_ and await self._opens(checkpoint.name):
                     return f"its newest checkpoint to resume from is {checkpoint.name.uri}"
-        if record is not None and record.source_uri is not None:
-            return f"it has no checkpoint of its own; it was made from {record.source_uri}"
+        source = None if record is None else record.source_uri
+        if source is not None and await self._opens(parse_path(source)):
+            return f"it has no checkpoint of its own; it was made from {source}"
         return "it has no checkpoint to resume from"
+
+    async def _opens(self, name: CheckpointName) -> bool:
+        """Whether its manifest is whole, and its files have the sizes that it says."""
+        try:
+            await self._checkpoints.open(name)
+        except Exception as error:
+            log.warning("%s is not offered to resume from: %s", name.uri, error)
+            return False
+        return True

@@ -1,35 +1,38 @@
-"""Sampling sessions and sampling requests: which weights, whether there is room, and the engine's whole answer."""
+"""Sampling sessions and sampling requests: which weights, admission, and the engine's whole answer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from descant.errors import Gone, NotFound, Overloaded, UserError
+from descant.errors import DescantError, Gone, NotFound, Overloaded, RankDied, UserError
 from descant.ports import CheckpointStore, Clock
-from descant.service import samplers
 from descant.service.backends import Backends
-from descant.service.catalogue import Catalogue, ModelRecord, SamplingSessionRecord
+from descant.service.ephemeral import EphemeralVersions, Limits
+from descant.service.futures import FutureService, Submitted
 from descant.service.jobs import Job, Jobs
-from descant.service.names import sampling_session_id_of
-from descant.service.presence import client_of
-from descant.service.promises import Promises, Submitted
+from descant.service.liveness import WEIGHTS_SHARE, Liveness, client_of
+from descant.service.names import sampling_session_id_of, session_id_of
+from descant.service.publications import Publications, version_of
+from descant.service.quotas import Quotas, version_bytes
+from descant.service.registry import ModelRecord, Registry, SamplingSessionRecord
 from descant.service.resume import Resume
-from descant.service.samplers import Publications
+from descant.service.sample_fold import sample_whole
+from descant.service.sample_submission import SampleSubmission
+from descant.service.sampling_admission import SamplingAdmission, SamplingLoad, load_of
 from descant.service.saves import Saves, drop
 from descant.service.sessions import Session, Sessions
 from descant.service.settings import ServiceSettings
 from descant.types import (
     FutureKey,
-    ModelInput,
     SampleOutput,
-    SampleRequest,
     SamplerKind,
-    SamplingParams,
     SnapshotRef,
-    TensorData,
     Version,
 )
+
+DEATH_PAUSE_S = 0.2
+"""After a rank's death, until it is known what was lost with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,59 +42,58 @@ class SamplerInfo:
     model_path: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSubmission:
-    """A decoded ``asample``: the request without what the service adds (its id and which version)."""
-
-    sampling_session_id: str
-    seq_id: int
-    prompt: ModelInput
-    num_samples: int
-    sampling_params: SamplingParams
-    prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
-    prompt_logprobs_last_n: int | None = None
-    target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: int = 0
-    topk_sample_logprobs: int = 0
-    claimed_at_once: bool = False
-    """Its client comes for the answer as soon as it has the id: if it does not, nobody will."""
-
-
 class Sampling:
-    """Owns what of the sampling sessions is in memory, the weights that engines hold for them, and how many requests
-    are in flight."""
+    """Owns what of the sampling sessions is in memory, the weights that engines hold for them, and what requests in
+    flight take up."""
 
     def __init__(
         self,
         *,
         backends: Backends,
         sessions: Sessions,
-        promises: Promises,
+        futures: FutureService,
         jobs: Jobs,
+        liveness: Liveness,
         saves: Saves,
         resume: Resume,
         checkpoints: CheckpointStore,
-        catalogue: Catalogue,
+        registry: Registry,
         clock: Clock,
         settings: ServiceSettings,
+        quotas: Quotas,
     ):
         self._backends = backends
         self._sessions = sessions
-        self._promises = promises
+        self._futures = futures
         self._jobs = jobs
+        self._liveness = liveness
         self._saves = saves
         self._resume = resume
-        self._catalogue = catalogue
+        self._registry = registry
         self._clock = clock
         self._settings = settings
+        self._quotas = quotas
+        self._ephemeral = EphemeralVersions(
+            Limits(
+                keep=settings.keep_versions,
+                keep_sampled_s=settings.keep_sampled_s,
+                max_owner_bytes=quotas.settings.version_bytes,
+            )
+        )
         self._publications = {
-            base: Publications(engine=backends[base].engine, checkpoints=checkpoints) for base in backends
+            base: Publications(engine=backends[base].engine, checkpoints=checkpoints, dropped=self._ephemeral.remove)
+            for base in backends
         }
+        self._retiring: dict[Version, str] = {}
+        """Those that are being released and why, until the registry says it."""
         self._samplers: dict[str, SamplingSessionRecord] = {}
         """Those sampled since the start, of open sessions."""
-        self.in_flight = dict.fromkeys(backends, 0)
-        """By base."""
+        most = SamplingLoad(
+            requests=settings.max_samples_in_flight,
+            sequences=settings.max_sequences_in_flight,
+            bytes=settings.max_sampling_bytes,
+        )
+        self.admission = {base: SamplingAdmission(base, most=most) for base in backends}
 
     async def create_sampling_session(
         self,
@@ -104,21 +106,26 @@ class Sampling:
     ) -> str:
         """Id ``{session_id}:sample:{seq}``."""
         session = await self._sessions.find(principal, session_id)
+        self._saves.check_room()
         if sampling_session_seq_id < 0:
             raise UserError(f"sampling_session_seq_id is {sampling_session_seq_id}, expected 0 or more")
         version = None
         if model_path is not None:
             checkpoint = await self._saves.open(principal, model_path)
             base = self._backends.served(checkpoint.manifest.base, of=model_path)
-            if base_model is not None and self._backends.served(base_model) != base:
+            if base_model is not None and self._backends.sampled(base_model) != base:
                 raise UserError(f"{model_path} was trained on {base}, so it cannot be sampled on {base_model}")
-            version = samplers.version_of(checkpoint)
+            self._backends[base].check_samples(checkpoint.manifest.trainable, of=model_path)
+            version = version_of(checkpoint)
         elif base_model is not None:
-            base = self._backends.served(base_model)
+            base = self._backends.sampled(base_model)
         else:
             raise UserError("neither base_model nor model_path is given, expected one of them")
+        sampling_session_id = sampling_session_id_of(session_id, sampling_session_seq_id)
+        if sampling_session_id not in session.samplers:
+            self._quotas.check_samplers(await self._registry.num_samplers(principal))
         record = SamplingSessionRecord(
-            sampling_session_id=sampling_session_id_of(session_id, sampling_session_seq_id),
+            sampling_session_id=sampling_session_id,
             session_id=session_id,
             owner=principal,
             base=base,
@@ -126,7 +133,7 @@ class Sampling:
             model_path=model_path,
             version=version,
         )
-        stands = await self._catalogue.add_sampling_session(record)
+        stands = await self._registry.add_sampling_session(record)
         if (stands.base, stands.model_path, stands.ephemeral) != (base, model_path, False):
             raise UserError(_taken(record.sampling_session_id))
         session.samplers.add(record.sampling_session_id)
@@ -143,30 +150,32 @@ class Sampling:
         sampler = await self._sampler(principal, submission.sampling_session_id)
         session = await self._sessions.find(principal, sampler.session_id)
         base = self._backends.served(sampler.base)
-        self._check_sample(base, submission)
+        submission.check(base, self._backends[base].engine.capabilities)
         key = FutureKey(kind="sample", scope=submission.sampling_session_id, seq_id=submission.seq_id)
-        client = client_of(key)
-        limit = self._settings.max_samples_in_flight
-        if self.in_flight[base] >= limit:
-            raise Overloaded(f"{limit} sampling requests are in flight on {base}, which is as many as are taken")
-        self.in_flight[base] += 1
+        admission = self.admission[base]
+        load = load_of(submission.prompt, submission.num_samples, submission.target_prompt_logprobs)
+        admission.admit(principal, load)
 
         def leave() -> None:
-            self.in_flight[base] -= 1
+            admission.release(principal, load)
 
         def begin(request_id: str) -> None:
+            def end() -> None:
+                leave()
+                self._liveness.ended(request_id)
+
+            self._liveness.began(request_id, client_of(key), polls_at_once=submission.polls_at_once)
             job = Job(
                 request_id=request_id,
                 operation="sample",
                 base=base,
+                owner=principal,
                 seq_id=submission.seq_id,
-                client=client,
-                claimed_at_once=submission.claimed_at_once,
-                on_end=leave,
+                on_end=end,
             )
             self._jobs.start(self._jobs.add(job), self._sample(request_id, sampler, session, submission))
 
-        request_id = await self._promises.accept(
+        request_id = await self._futures.accept(
             key=key,
             owner=principal,
             base=base,
@@ -184,8 +193,9 @@ class Sampling:
     # ------------------------------------------------------------------------------------------------ weights
     async def publish(self, model: ModelRecord, ref: SnapshotRef, sampling_session_id: str, kind: SamplerKind) -> None:
         """A fresh snapshot of ``model`` becomes a sampling session without a file, or changes nothing and raises: the
-        id is another session's, or the model's session is over. The snapshot is dropped either way."""
-        publications, trainer = self._publications[model.base], self._backends[model.base].trainer
+        id is another session's, the model's session is over, or its owner has as much of these as one may have. The
+        snapshot is dropped either way."""
+        publications, backend = self._publications[model.base], self._backends[model.base]
         record = SamplingSessionRecord(
             sampling_session_id=sampling_session_id,
             session_id=model.session_id,
@@ -194,10 +204,15 @@ class Sampling:
             created_at=self._clock.now(),
             version=ref.version,
         )
-        stands = None
+        num_bytes = version_bytes(backend.facts, ref.trainable)
         try:
+            to_go = self._ephemeral.room_for(model.owner, num_bytes)
+            now = self._clock.monotonic()
+            self._ephemeral.add(ref.version, base=model.base, owner=model.owner, num_bytes=num_bytes, now=now)
+            self._ephemeral.begin(ref.version, now)
+            await self._retire(to_go)
             await publications.publish(ref, sampling_session_id, kind)
-            stands = await self._catalogue.add_sampling_session(record)
+            stands = await self._registry.add_sampling_session(record)
             if stands.version != ref.version or not stands.ephemeral:
                 raise UserError(_taken(sampling_session_id))
             session = self._sessions.get(model.session_id)
@@ -206,9 +221,56 @@ class Sampling:
             session.samplers.add(sampling_session_id)
         except BaseException:
             await publications.release(ref.version, sampling_session_id)
+            if not publications.holds(ref.version):
+                self._ephemeral.remove(ref.version)
             raise
         finally:
-            await drop(trainer, ref)
+            self._ephemeral.end(ref.version, self._clock.monotonic())
+            await drop(backend.trainer, ref)
+
+    async def release_outdated(self) -> None:
+        """Weights saved without a name that are neither new nor were sampled lately."""
+        await self._retire(self._ephemeral.outdated(self._clock.monotonic()))
+
+    async def release_unnamed(self, session: Session, silent_s: float) -> None:
+        """Releases all weights that it saved without a name: its client has been silent for so long."""
+        timeout_s = self._settings.session_timeout_s
+        why = (
+            f"nothing was heard of your client for {silent_s:.0f} s, and weights saved without a name are kept for "
+            f"{timeout_s / WEIGHTS_SHARE:g} s then (1/{WEIGHTS_SHARE} of service.session_timeout_s)"
+        )
+        await self._retire([(version, why) for version in self._ephemeral.of_session(session.record.session_id)])
+
+    async def _retire(self, versions: Sequence[tuple[Version, str]]) -> None:
+        """They are released, and requests for them fail with the reason. From the first moment on no request begins on
+        them; those that run finish."""
+        retiring = dict(versions)
+        self._retiring |= retiring
+        for version in retiring:
+            self._ephemeral.remove(version)
+        try:
+            for version, why in versions:
+                await self._release(version, why)
+        finally:
+            for version in retiring:
+                self._retiring.pop(version, None)
+
+    async def _release(self, version: Version, why: str) -> None:
+        publications = next((p for p in self._publications.values() if p.holds(version)), None)
+        if publications is None:
+            return  # it was lost meanwhile, or its session ended
+        users = publications.users(version)
+        session = self._sessions.get(session_id_of(version.model_id))
+        for sampling_session_id in users:
+            self._samplers.pop(sampling_session_id, None)
+            if session is not None:
+                session.samplers.discard(sampling_session_id)
+        await self._registry.release_samplers(users, at=self._clock.now(), reason=why)
+        await publications.retire(version)
+
+    def num_unnamed(self, base: str) -> tuple[int, int]:
+        """How many weights saved without a name are held, and their bytes."""
+        return self._ephemeral.of_base(base)
 
     def forget(self, base: str, versions: Collection[Version] | None) -> None:
         """The base's engine holds these no more; None: it began anew and holds nothing."""
@@ -229,64 +291,73 @@ class Sampling:
     async def _sampler(self, principal: str, sampling_session_id: str) -> SamplingSessionRecord:
         sampler = self._samplers.get(sampling_session_id)
         if sampler is None:
-            sampler = await self._catalogue.sampling_session(sampling_session_id)
+            sampler = await self._registry.sampling_session(sampling_session_id)
         if sampler is None or sampler.owner != principal:
             raise NotFound(f"no sampling session {sampling_session_id!r}")
         return sampler
-
-    def _check_sample(self, base: str, submission: SampleSubmission) -> None:
-        capabilities = self._backends[base].engine.capabilities
-        if submission.seq_id < 0:
-            raise UserError(f"seq_id is {submission.seq_id}, expected 0 or more")
-        if not 1 <= submission.num_samples <= capabilities.max_num_samples:
-            raise UserError(f"num_samples is {submission.num_samples}, expected 1 to {capabilities.max_num_samples}")
-        if submission.prompt_logprobs and not capabilities.prompt_logprobs:
-            raise UserError(f"prompt_logprobs is true, which the engine of {base} cannot do")
-        if submission.target_prompt_logprobs is not None and not capabilities.target_prompt_logprobs:
-            raise UserError(f"target_prompt_logprobs is set, which the engine of {base} cannot do")
-        for name, k, most in (
-            ("topk_prompt_logprobs", submission.topk_prompt_logprobs, capabilities.max_topk_prompt_logprobs),
-            ("topk_sample_logprobs", submission.topk_sample_logprobs, capabilities.max_topk_sample_logprobs),
-            ("prompt_alt_tokens_k", submission.prompt_alt_tokens_k, capabilities.max_prompt_alt_tokens_k),
-        ):
-            if not 0 <= k <= most:
-                raise UserError(f"{name} is {k}, expected 0 to {most}")
 
     async def _sample(
         self, request_id: str, sampler: SamplingSessionRecord, session: Session, submission: SampleSubmission
     ) -> SampleOutput:
         publications = self._publications[sampler.base]
-        if sampler.ephemeral and not publications.holds(publications.version_for(sampler)):
-            raise await self._resume.sampler(sampler)
+        version = publications.version_for(sampler)
+        if sampler.ephemeral and (version in self._retiring or not publications.holds(version)):
+            raise await self._not_held(sampler, version)
+        if version is None:
+            return await self._sample_held(request_id, sampler, session, submission)
+        self._ephemeral.begin(version, self._clock.monotonic())
+        try:
+            return await self._sample_held(request_id, sampler, session, submission)
+        finally:
+            self._ephemeral.end(version, self._clock.monotonic())
+
+    async def _not_held(self, sampler: SamplingSessionRecord, version: Version | None) -> DescantError:
+        """Of an ephemeral session whose weights are not there."""
+        stands = await self._registry.sampling_session(sampler.sampling_session_id) or sampler
+        why = self._retiring.get(version) if version is not None else None
+        why = why or (stands.status_reason if stands.status == "released" else None)
+        if why is None:
+            return await self._resume.sampler(sampler)
+        return UserError(
+            f"the weights of sampling session {sampler.sampling_session_id!r} were released: {why}; save with a name "
+            "(save_weights_for_sampler) those that are to stay"
+        )
+
+    async def _sample_held(
+        self, request_id: str, sampler: SamplingSessionRecord, session: Session, submission: SampleSubmission
+    ) -> SampleOutput:
+        publications = self._publications[sampler.base]
         self._samplers[sampler.sampling_session_id] = sampler
         session.samplers.add(sampler.sampling_session_id)
-        await publications.provide(sampler)
-        request = SampleRequest(
-            request_id=request_id,
+        request = submission.request(
+            request_id,
             version=publications.version_for(sampler),
             inflight=publications.follows(sampler),
-            prompt=submission.prompt,
-            num_samples=submission.num_samples,
-            sampling_params=submission.sampling_params,
-            prompt_logprobs=submission.prompt_logprobs,
-            topk_prompt_logprobs=submission.topk_prompt_logprobs,
-            prompt_logprobs_last_n=submission.prompt_logprobs_last_n,
-            target_prompt_logprobs=submission.target_prompt_logprobs,
-            prompt_alt_tokens_k=submission.prompt_alt_tokens_k,
-            topk_sample_logprobs=submission.topk_sample_logprobs,
+            owner=sampler.owner,
+            prefix_scope="" if self._settings.share_prefixes else sampler.owner,
         )
         deadline = self._clock.monotonic() + self._settings.stall_timeout_s
+        num_deaths = 0
         while True:
+            version = publications.version_for(sampler)
+            if sampler.ephemeral and not publications.holds(version):
+                raise await self._not_held(sampler, version)
             try:
-                return await samplers.sample(self._backends[sampler.base].engine, request)
+                await publications.provide(sampler)
+                request = replace(request, version=publications.version_for(sampler))
+                return await sample_whole(self._backends[sampler.base].engine, request)
             except Overloaded as error:  # the request was accepted here, so it waits here
                 if self._clock.monotonic() >= deadline:
                     raise
                 await self._clock.sleep(error.retry_after_s)
+            except RankDied:  # nothing of it has been sent yet; but if the next one dies too, it may be of this
+                num_deaths += 1
+                if num_deaths > 1:
+                    raise
+                await self._clock.sleep(DEATH_PAUSE_S)
             except NotFound:  # its version was replaced on the way
                 if request.version == publications.version_for(sampler):
                     raise
-            request = replace(request, version=publications.version_for(sampler))
 
 
 def _taken(sampling_session_id: str) -> str:

@@ -7,6 +7,7 @@ and ``base`` on every record that belongs to one base model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sqlalchemy import (
     JSON,
@@ -25,8 +26,12 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
+    text,
     update,
 )
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.schema import DDLElement
+from sqlalchemy.sql.compiler import DDLCompiler
 
 from descant.errors import ServerError
 
@@ -51,6 +56,8 @@ sessions = Table(
     # create_session has no sequence number: a client that retries it sends the same idempotency key. Sessions without
     # a key are all different (NULLs are).
     UniqueConstraint("owner", "idempotency_key", name="one_session_per_idempotency_key"),
+    Index("sessions_of_owner_ended_at", "owner", "ended_at"),
+    Index("sessions_ended_at", "ended_at"),
 )
 
 models = Table(
@@ -63,9 +70,10 @@ models = Table(
     Column("created_at", Float, nullable=False),
     Column("status", String, nullable=False),
     Column("status_reason", String),
-    Column("lora", JSON, nullable=False),
+    Column("trainable", JSON, nullable=False),
     Column("source_uri", String),
     Column("user_metadata", JSON),
+    Index("models_of_owner", "owner"),
 )
 
 sampling_sessions = Table(
@@ -79,20 +87,26 @@ sampling_sessions = Table(
     Column("base", String, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("status", String, nullable=False),
+    Column("status_reason", String),
+    Column("released_at", Float),
     Column("model_path", String),
     Column("version_model_id", String),
     Column("version_number", BigInteger),
+    Index("sampling_sessions_of_owner", "owner", "status"),
+    Index("sampling_sessions_released_at", "released_at"),
 )
 
 checkpoints = Table(
     "checkpoints",
     metadata,
-    # What a checkpoint is, its manifest says. This says when it ends.
+    # What a checkpoint is, its manifest says. This says when it ends, and what an owner has without reading them all.
     Column("uri", String, primary_key=True),
     Column("owner", String, nullable=False),
     Column("base", String, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
+    Column("num_bytes", BigInteger, nullable=False, server_default="0"),
+    Index("checkpoints_of_owner", "owner"),
 )
 
 futures = Table(
@@ -117,14 +131,50 @@ futures = Table(
     # samplers both start at 0), ``owner`` keeps one owner's guess from finding another's request.
     UniqueConstraint("owner", "kind", "scope", "seq_id", name="one_future_per_submission"),
     Index("futures_finished_at", "finished_at"),
+    Index("futures_of_owner_finished_at", "owner", "finished_at"),
 )
 
 
 def create_first_tables(connection: Connection) -> None:
+    """As they are now: what tables of that time lack, the later migrations add."""
     metadata.create_all(connection, tables=[sessions, models, sampling_sessions, checkpoints, futures])
 
 
-MIGRATIONS: Sequence[Callable[[Connection], None]] = (create_first_tables,)
+def count_by_owner(connection: Connection) -> None:
+    """What quotas are counted by, and why a sampling session is not live."""
+    found = inspect(connection)
+    for column in (sampling_sessions.c.status_reason, sampling_sessions.c.released_at, checkpoints.c.num_bytes):
+        if column.name not in {have["name"] for have in found.get_columns(column.table.name)}:
+            connection.execute(AddColumn(column))
+    for table in (sessions, models, sampling_sessions, checkpoints, futures):
+        for index in table.indexes:
+            index.create(connection, checkfirst=True)
+
+
+def rename_lora_to_trainable(connection: Connection) -> None:
+    """``models.trainable``, of any kind, where ``models.lora`` was."""
+    if models.c.trainable.name in {have["name"] for have in inspect(connection).get_columns(models.name)}:
+        return
+    connection.execute(text("ALTER TABLE models RENAME COLUMN lora TO trainable"))
+    for model_id, lora in connection.execute(select(models.c.model_id, models.c.trainable)).all():
+        trainable = {"kind": "lora", **lora}
+        connection.execute(update(models).where(models.c.model_id == model_id).values(trainable=trainable))
+
+
+class AddColumn(DDLElement):
+    """SQLAlchemy Core has no word for it. The column may be null, or has a default."""
+
+    def __init__(self, column: Column[Any]):
+        self.column = column
+
+
+@compiles(AddColumn)
+def _add_column(element: AddColumn, compiler: DDLCompiler, **_: object) -> str:
+    table = compiler.preparer.format_table(element.column.table)
+    return f"ALTER TABLE {table} ADD COLUMN {compiler.get_column_specification(element.column)}"
+
+
+MIGRATIONS: Sequence[Callable[[Connection], None]] = (create_first_tables, count_by_owner, rename_lora_to_trainable)
 """``MIGRATIONS[n]`` takes a database from version n to n + 1. Append only: what ran somewhere stays as it is (a
 migration that needs the tables as they were then writes them out itself)."""
 
@@ -143,7 +193,8 @@ def migrate(connection: Connection, migrations: Sequence[Callable[[Connection], 
     if version > len(migrations):
         raise ServerError(
             f"the database has schema version {version}, expected at most {len(migrations)}: "
-            "it was written by a newer version of Descant"
+            "it was written by a newer version of Descant; start that one, or choose another directory with "
+            "--set data_dir=DIR"
         )
     for migration in migrations[version:]:
         migration(connection)

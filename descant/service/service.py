@@ -8,7 +8,8 @@ Methods that return ``Submitted`` are the protocol's futures: what goes wrong af
 known goes through the future, never as an exception (a half-sent batch must not be stepped). What they raise is for
 requests that have no place: unknown session or model, a malformed name.
 
-The parts: ``training`` has the models, ``sampling`` the sampling sessions, ``promises`` the futures that both end in.
+The parts: ``creation`` makes models, ``training`` trains them, ``sampling`` has the sampling sessions, ``futures`` the
+futures that all of these end in.
 ``Service`` itself does what spans them: start and stop, sessions, what is lost with a process, what is over its time.
 """
 
@@ -17,22 +18,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from descant.errors import DescantError, Gone, Lost, ServerError
-from descant.ports import CheckpointStore, Clock, FutureStore, Measured, Progress
+from descant.errors import CannotStore, DescantError, Gone, Lost, ServerError
+from descant.ports import CheckpointStore, Clock, FutureStore, Progress
 from descant.service.backends import Backend, Backends
-from descant.service.catalogue import Catalogue, SessionRecord
+from descant.service.futures import FutureService
 from descant.service.jobs import Job, Jobs
-from descant.service.presence import Client
-from descant.service.promises import Promises
+from descant.service.liveness import Action, Client, Lapse, Liveness, policy
+from descant.service.model_creation import ModelCreation
+from descant.service.models import LiveModel, Models
+from descant.service.quotas import Quotas, check_labels, check_metadata
+from descant.service.registry import Registry, SessionRecord
 from descant.service.resume import Resume
 from descant.service.sampling import Sampling
 from descant.service.saves import Saves
 from descant.service.sessions import Session, Sessions
-from descant.service.settings import ServiceSettings
-from descant.service.training import Model, Training
+from descant.service.settings import QuotaSettings, ServiceSettings
+from descant.service.training import Training
 from descant.types import Answer, Encoded, ModelFacts, Version
 
 log = logging.getLogger(__name__)
@@ -42,7 +48,7 @@ STATS_TIMEOUT_S = 5.0
 
 
 class Service:
-    """All state that counts is in the futures and the catalogue; what is in memory is what a trainer or an engine
+    """All state that counts is in the futures and the registry; what is in memory is what a trainer or an engine
     holds for us, and is gone when they are."""
 
     def __init__(
@@ -51,63 +57,88 @@ class Service:
         backends: Sequence[Backend],
         futures: FutureStore,
         checkpoints: CheckpointStore,
-        catalogue: Catalogue,
+        registry: Registry,
         clock: Clock,
         encode: Callable[[Answer | Exception], Encoded],
         settings: ServiceSettings | None = None,
+        quotas: QuotaSettings | None = None,
+        trouble: Callable[[], str | None] = lambda: None,
+        stats_timeout_s: float = STATS_TIMEOUT_S,
     ):
+        """``trouble``: why the data directory takes nothing new, or None (``DataDirectory.trouble``)."""
+        self._trouble = trouble
+        self._stats_timeout_s = stats_timeout_s
         self._backends = Backends(backends)
-        self._futures = futures
-        self._catalogue = catalogue
+        self._future_store = futures
+        self._registry = registry
         self._clock = clock
         self._settings = settings = settings or ServiceSettings()
+        self._quotas = checks = Quotas(quotas or QuotaSettings())
         self._jobs = jobs = Jobs(futures=futures, clock=clock, encode=encode)
-        self._resume = resume = Resume(catalogue=catalogue, checkpoints=checkpoints)
-        self._saves = saves = Saves(checkpoints=checkpoints, catalogue=catalogue, clock=clock)
-        self._sessions = sessions = Sessions(catalogue=catalogue, clock=clock)
-        self.promises = Promises(
-            futures=futures,
-            jobs=jobs,
-            sessions=sessions,
-            clock=clock,
-            vanish_grace_s=settings.vanish_grace_s,
-            reason=self._reason,
+        self._resume = resume = Resume(registry=registry, checkpoints=checkpoints)
+        self._saves = saves = Saves(
+            checkpoints=checkpoints, registry=registry, clock=clock, quotas=checks, trouble=trouble
         )
+        self._liveness = liveness = Liveness(
+            clock=clock,
+            rules=policy(settings.session_timeout_s),
+            spawn=jobs.spawn,
+            act=self._act_on,
+            max_pause_s=2 * settings.sweep_interval_s,
+        )
+        self._sessions = sessions = Sessions(registry=registry, clock=clock, liveness=liveness, quotas=checks)
+        self.futures = FutureService(store=futures, jobs=jobs, liveness=liveness, clock=clock, reason=self._reason)
         self.sampling = Sampling(
             backends=self._backends,
             sessions=sessions,
-            promises=self.promises,
+            futures=self.futures,
             jobs=jobs,
+            liveness=liveness,
             saves=saves,
             resume=resume,
             checkpoints=checkpoints,
-            catalogue=catalogue,
+            registry=registry,
+            clock=clock,
+            settings=settings,
+            quotas=checks,
+        )
+        self._models = models = Models(backends=self._backends, registry=registry, quotas=checks)
+        self.creation = ModelCreation(
+            backends=self._backends,
+            sessions=sessions,
+            models=models,
+            futures=self.futures,
+            jobs=jobs,
+            saves=saves,
+            registry=registry,
             clock=clock,
             settings=settings,
         )
         self.training = Training(
             backends=self._backends,
-            sessions=sessions,
-            promises=self.promises,
+            models=models,
+            futures=self.futures,
             jobs=jobs,
             saves=saves,
             resume=resume,
             sampling=self.sampling,
-            catalogue=catalogue,
-            clock=clock,
             settings=settings,
         )
+        self._unwritten: list[tuple[Callable[[], Awaitable[None]], Sequence[LiveModel]]] = []
+        """Losses that the registry does not know of yet, and the models, which stay in memory so long."""
         self._sweeper: asyncio.Task[None] | None = None
-        self._last_prune = self._last_sweep = clock.monotonic()
-        self._told: dict[str, tuple[float, Mapping[str, float]]] = {}
-        """By base: its engine's numbers, and when it told them."""
+        self._sweeping = asyncio.Lock()
+        self._last_prune = clock.monotonic()
+        self._last_stats: dict[str, tuple[float, Mapping[str, float]]] = {}
+        """By base: its trainer's and engine's numbers, added up, and when they reported them."""
 
     # ------------------------------------------------------------------------------------------------ life
     async def start(self) -> None:
         """Recovers: models that were live become lost, futures that were pending fail naming where to resume."""
         await self._sessions.recover()
-        await self._catalogue.lose(base=None, reason="the server was restarted")
-        pending = await self._futures.pending()
+        await self._saves.recover()
+        await self._registry.lose(base=None, reason="the server was restarted")
+        pending = await self._future_store.pending()
         errors = await self._resume.interrupted(pending)
         await asyncio.gather(*(self._jobs.resolve(request_id, error) for request_id, error in errors.items()))
         if pending:
@@ -128,7 +159,7 @@ class Service:
         is lost. Its models' pending requests fail, and so does every later one, naming where to resume.
 
         ``models`` None: it was the base's only process. Else the base has several, and lost are these models and the
-        published ``versions``; nobody else notices."""
+        published ``versions``; other requests go on."""
         reason = "the process that held it ended and was started again"
         await self._lose(self._backends.served(base), reason, models=models, versions=versions)
 
@@ -136,27 +167,36 @@ class Service:
         return [self._backends[base].facts for base in self._backends]
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """By base: what is open and in flight, and what its engine counts: the last that it told, if it is busy now."""
+        """By base: what is open and in flight, and what its trainer and engine count: the last that they reported, if
+        one is busy now."""
         numbers: dict[str, dict[str, float]] = {}
         for base in self._backends:
-            engine = self._backends[base].engine
+            measured = self._backends[base].measured
+            num_unnamed, unnamed_bytes = self.sampling.num_unnamed(base)
             numbers[base] = {
-                "requests_in_flight": sum(job.base == base for job in self._jobs),
-                "samples_in_flight": self.sampling.in_flight[base],
-                "models": sum(model.record.base == base for model in self.training.models()),
+                "requests_in_flight": self._jobs.num_of_base(base),
+                "samples_in_flight": self.sampling.admission[base].held.requests,
+                "models": self._models.num_of_base(base),
+                "training_bytes": self.training.admission[base].num_bytes,
+                "training_waiting_bytes": self.training.admission[base].waiting_bytes,
+                "unnamed_versions": num_unnamed,
+                "unnamed_version_bytes": unnamed_bytes,
             }
-            if isinstance(engine, Measured):
+            if measured:
                 try:
-                    told = await asyncio.wait_for(engine.stats(), STATS_TIMEOUT_S)
-                    self._told[base] = self._clock.monotonic(), told
+                    pending = asyncio.gather(*(part.stats() for part in measured))
+                    total: Counter[str] = Counter()
+                    for one in await asyncio.wait_for(pending, self._stats_timeout_s):
+                        total.update(one)
+                    self._last_stats[base] = self._clock.monotonic(), total
                 except TimeoutError:
-                    log.info("%s does not tell its numbers: it is busy", base)
+                    log.info("%s does not report its numbers: it is busy", base)
                 except DescantError as error:
-                    log.info("%s does not tell its numbers: %s", base, error)
-                    self._told.pop(base, None)
-                if base in self._told:
-                    at, told = self._told[base]
-                    numbers[base] |= {**told, "told_ago_s": self._clock.monotonic() - at}
+                    log.info("%s does not report its numbers: %s", base, error)
+                    self._last_stats.pop(base, None)
+                if base in self._last_stats:
+                    at, last = self._last_stats[base]
+                    numbers[base] |= {**last, "stats_age_seconds": self._clock.monotonic() - at}
         return numbers
 
     # ------------------------------------------------------------------------------------------------ sessions
@@ -171,7 +211,13 @@ class Service:
         display_name: str | None,
         idempotency_key: str | None,
     ) -> str:
-        """A session id nobody can guess; the same one for a repeated ``idempotency_key``."""
+        """A session id that cannot be guessed; the same one for a repeated ``idempotency_key``. Raises ``UserError``
+        for what is longer than it may be, and ``QuotaExceeded``."""
+        check_metadata(tags=list(tags), user_metadata=user_metadata)
+        check_labels(
+            sdk_version=sdk_version, project_id=project_id, display_name=display_name, idempotency_key=idempotency_key
+        )
+        self._saves.check_room()
         record = SessionRecord(
             session_id=secrets.token_hex(16),
             owner=principal,
@@ -187,10 +233,11 @@ class Service:
     async def heartbeat(self, principal: str, session_id: str) -> None:
         """Raises ``Gone`` for a session that is over, ``NotFound`` for one that never was."""
         await self._sessions.find(principal, session_id)
-        self.promises.presence.sign(Client(session_id))
+        self._liveness.heard_from(Client(session_id))
 
     async def finish_session(self, principal: str, session_id: str, *, reason: str, detail: str | None) -> None:
         """Its models are deleted, its ephemeral weights released. Finishing twice is finishing once."""
+        check_labels(**{"reason.type": reason, "detail": detail})
         try:
             session = await self._sessions.find(principal, session_id)
         except Gone:
@@ -213,28 +260,44 @@ class Service:
         them itself)."""
         lost = [
             model
-            for model in self.training.models()
-            if model.record.base == base and (models is None or model.record.model_id in models)
+            for model in self._models.of_base(base)
+            if not model.lost and (models is None or model.record.model_id in models)
         ]
         for model in lost:
             model.lost = True
-        jobs = self._jobs.where(
-            lambda job: (
-                job.base == base
-                and (job.model_id is not None or error is not None)
-                and (models is None or job.model_id in models)
-            )
-        )
+        if models is not None:
+            jobs = [job for model_id in models for job in self._jobs.of_model(model_id)]
+        else:
+            jobs = [job for job in self._jobs.of_base(base) if job.model_id is not None or error is not None]
         self.sampling.forget(base, None if models is None else versions)
-        await self._catalogue.lose(base=base, reason=reason, models=models, versions=versions)
+        loss = partial(self._registry.lose, base=base, reason=reason, models=models, versions=versions)
+        written = True
+        try:
+            await loss()
+        except CannotStore:  # those that wait get their answers all the same
+            written = False
+            self._unwritten.append((loss, lost))
         errors = {model.record.model_id: await self._resume.model(model.record.model_id) for model in lost}
         for job in jobs:
             self._jobs.fail(job, error or errors.get(job.model_id or "") or Lost(reason))
         for model in lost:
-            self.training.remove(model)
+            if written:
+                self._models.remove(model)
             model.queue.end(reason)
             if error is not None:  # the trainer is still there, and may yet come to itself
                 model.queue.delete()
+
+    async def _write_losses(self) -> None:
+        """Those that could not be written down when they came about."""
+        while self._unwritten:
+            loss, lost = self._unwritten[0]
+            try:
+                await loss()
+            except CannotStore:
+                return
+            del self._unwritten[0]
+            for model in lost:
+                self._models.remove(model)
 
     # ================================================================================================ in time
 
@@ -242,21 +305,21 @@ class Service:
         if session.over is not None:
             return
         session.over = reason
-        models = [model for model in self.training.models() if model.record.session_id == session.record.session_id]
+        models = self._models.of_session(session.record.session_id)
         for model in models:
             model.queue.end(f"its session ended: {reason}")
         try:
             await self._sessions.end(session, reason)
         finally:
             for model in models:
-                self.training.remove(model)
+                self._models.remove(model)
             self.sampling.end(session)
             self._jobs.spawn(self._clean_up(session, models))
 
-    async def _clean_up(self, session: Session, models: Sequence[Model]) -> None:
+    async def _clean_up(self, session: Session, models: Sequence[LiveModel]) -> None:
         """When what they were asked before has ended (a save is still being written), models and versions go."""
-        ids = {model.record.model_id for model in models}
-        tasks = [job.task for job in self._jobs.where(lambda job: job.model_id in ids) if job.task is not None]
+        jobs = [job for model in models for job in self._jobs.of_model(model.record.model_id)]
+        tasks = [job.task for job in jobs if job.task is not None]
         if tasks:
             await asyncio.wait(tasks)
         for model in models:
@@ -271,38 +334,61 @@ class Service:
 
     async def sweep(self) -> None:
         """Ends whatever is over its time. Called by itself all the time; one part's failure stops no other."""
+        async with self._sweeping:
+            await self._sweep()
+
+    async def _sweep(self) -> None:
         now = self._clock.monotonic()
-        self.training.expire()
-        # After a pause of the process, who has come for them may not have been heard yet.
-        if now - self._last_sweep <= 2 * self._settings.sweep_interval_s:
-            self.promises.give_up_unclaimed(self._settings.unclaimed_timeout_s)
-        self._last_sweep = now
-        for session in self._sessions:
-            session_id = session.record.session_id
-            if self.promises.presence.polls(session_id):
-                session.last_seen = now
-            idle_s = now - session.last_seen
-            if idle_s > self._settings.vanish_timeout_s:
-                self.promises.give_up(session_id, f"nothing was heard of its client for {idle_s:.0f} s")
-            if idle_s > self._settings.session_timeout_s:
-                await _logged(self._end_session(session, f"nothing was heard of it for {idle_s:.0f} s"))
+        await _logged(self._write_losses())
+        self._models.expire()
+        await _logged(self._liveness.sweep())
+        await _logged(self.sampling.release_outdated())
         for base in self._backends:
             idle_s = self._jobs.idle_s(base)
             if idle_s > self._settings.stall_timeout_s:
-                why = f"{base} has ended no request in {idle_s:.0f} s and was given up"
+                why = f"{base} has ended no request in {idle_s:.0f} s and was abandoned"
                 await _logged(self._lose(base, why, ServerError(why)))
         if now - self._last_prune >= self._settings.prune_interval_s:
             self._last_prune = now
-            await _logged(self._futures.prune(finished_before=self._clock.now() - self._settings.keep_finished_s))
             await _logged(self._saves.delete_expired())
+            await _logged(self._prune())
+
+    async def _act_on(self, lapse: Lapse) -> None:
+        """A client has vanished, or did not come for a request."""
+        session = self._sessions.get(lapse.session_id)
+        match lapse.action:
+            case Action.ABANDON_REQUESTS:
+                self.futures.abandon(lapse.request_ids, lapse.why)
+            case Action.RELEASE_WEIGHTS if session is not None:
+                await _logged(self.sampling.release_unnamed(session, lapse.silent_s))
+            case Action.END_SESSION if session is not None:
+                await _logged(self._end_session(session, f"nothing was heard of it for {lapse.silent_s:.0f} s"))
+
+    async def _prune(self) -> None:
+        """Forgets what need not be remembered any more, and gives the room back."""
+        settings, quotas, now = self._settings, self._quotas.settings, self._clock.now()
+        await self._future_store.prune(
+            finished_before=now - settings.keep_finished_s,
+            fetched=self.futures.fetched_before(self._clock.monotonic() - settings.keep_fetched_s),
+            max_owner_bytes=quotas.result_bytes,
+        )
+        await self._registry.prune_released(released_before=now - settings.keep_finished_s)
+        await self._registry.prune_ended(ended_before=now - settings.keep_ended_s, most=quotas.sessions)
+        await self._registry.shrink()
 
     def _reason(self, job: Job) -> str:
-        model = self.training.get(job.model_id) if job.model_id is not None else None
+        trouble = self._trouble()
+        return self._waits_for(job) + (f"; {trouble}" if trouble is not None else "")
+
+    def _waits_for(self, job: Job) -> str:
+        model = self._models.get(job.model_id) if job.model_id is not None else None
         waits_for_id = model.queue.reason(job) if model is not None else None
         if waits_for_id is not None:
             return waits_for_id
-        trainer = self._backends[job.base].trainer
-        running = trainer.running() if isinstance(trainer, Progress) else ""
+        backend = self._backends[job.base]
+        samples = job.operation == "sample" and isinstance(backend.engine, Progress)
+        asked: object = backend.engine if samples else backend.trainer
+        running = asked.running() if isinstance(asked, Progress) else ""
         return self._jobs.reason(job) + (f"; now runs {running}" if running else "")
 
 

@@ -7,22 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from descant.ckpt.manifest import write_durable
-from descant.errors import NotFound, ServerError
+from descant.ckpt.manifest import MANIFEST, write_durable
+from descant.errors import Damaged, NotFound, ServerError
 from descant.ports import CheckpointStore
-from descant.types import Checkpoint, CheckpointName, LoraConfig, Manifest
+from descant.types import Checkpoint, CheckpointName, Full, Lora, Manifest, Trainable
 
 NAME = CheckpointName(model_id="session:train:0", type="weights", name="a")
 
 
-async def written(store: CheckpointStore, name: CheckpointName, body: bytes) -> tuple[str, Manifest]:
+LORA = Lora(rank=4, seed=0, train_mlp=False)
+
+
+async def written(
+    store: CheckpointStore, name: CheckpointName, body: bytes, trainable: Trainable = LORA
+) -> tuple[str, Manifest]:
     """An attempt with one file, and its manifest."""
     attempt = await store.attempt(name)
     files = {"adapter_model.safetensors": write_durable(Path(attempt) / "adapter_model.safetensors", body)}
     manifest = Manifest(
         base="base",
         owner="owner",
-        lora=LoraConfig(rank=4, seed=0, train_mlp=False),
+        trainable=trainable,
         step=len(body),
         applied_seq_id=7,
         has_optimizer=False,
@@ -62,6 +67,15 @@ class CheckpointStoreSuite:
         assert checkpoint == await store.open(NAME)
         assert (checkpoint.name, checkpoint.manifest, body_of(checkpoint)) == (NAME, manifest, b"one")
 
+    @pytest.mark.parametrize("trainable", [LORA, Full()], ids=["lora", "full"])
+    async def test_a_checkpoint_is_of_the_kind_that_was_written(
+        self, store: CheckpointStore, trainable: Trainable
+    ) -> None:
+        attempt, manifest = await written(store, NAME, b"one", trainable)
+        await store.commit(NAME, attempt, manifest)
+        assert (await store.open(NAME)).manifest == manifest
+        assert [checkpoint.manifest.trainable for checkpoint in await store.list()] == [trainable]
+
     @pytest.mark.parametrize("damage", ["missing", "shorter"])
     async def test_an_attempt_that_is_not_whole_is_refused(self, store: CheckpointStore, damage: str) -> None:
         attempt, manifest = await written(store, NAME, b"one")
@@ -69,6 +83,27 @@ class CheckpointStoreSuite:
         path.unlink() if damage == "missing" else path.write_bytes(b"on")
         with pytest.raises(ServerError, match="adapter_model"):
             await store.commit(NAME, attempt, manifest)
+        with pytest.raises(NotFound):
+            await store.open(NAME)
+
+    @pytest.mark.parametrize("damage", ["a file is missing", "a file is shorter", "the manifest is cut", "none"])
+    async def test_a_damaged_one_is_not_opened_and_can_be_deleted(self, store: CheckpointStore, damage: str) -> None:
+        checkpoint = await committed(store, NAME, b"one")
+        file, manifest = (Path(checkpoint.directory) / name for name in ("adapter_model.safetensors", MANIFEST))
+        match damage:
+            case "a file is missing":
+                file.unlink()
+            case "a file is shorter":
+                file.write_bytes(b"on")
+            case "the manifest is cut":
+                manifest.write_bytes(manifest.read_bytes()[:-20])
+        if damage == "none":
+            assert (await store.open(NAME)).name == NAME
+        else:
+            with pytest.raises(Damaged, match=NAME.uri) as raised:
+                await store.open(NAME)
+            assert checkpoint.directory not in str(raised.value)
+        await store.delete(NAME)
         with pytest.raises(NotFound):
             await store.open(NAME)
 

@@ -4,7 +4,8 @@
         @pytest.fixture
         async def backend(self): ...       # a ``Backend`` whose engine has room for at most 8 requests at once
 
-The backend's trainer makes the versions. Log-probabilities are compared to 1e-3.
+The backend's trainer makes the versions; an engine that does not share its rows gets them through a ``WeightSource``.
+Log-probabilities are compared to 1e-3.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ import pytest
 from descant.errors import DescantError, NotFound, Overloaded, UserError
 from descant.ports import Engine
 from descant.service.backends import Backend
-from descant.testing.trainer import DEADLINE_S, Model, datum, output, result, saved, text
+from descant.testing.trainer import DEADLINE_S, LORA, Model, datum, output, result, saved, text, without_files
 from descant.types import (
     EMPTY_TOPK,
     DeleteModel,
+    Full,
     PromptScores,
     SampleDelta,
     SampleRequest,
     SamplingParams,
     SnapshotRef,
     TensorData,
+    Trainable,
     Version,
 )
 
@@ -112,15 +115,20 @@ async def fails(engine: Engine, wanted: SampleRequest, kind: type[DescantError])
     return str(caught.value)
 
 
-async def trained(backend: Backend, model_id: str = "model", *, steps: int = 3) -> Model:
+async def trained(backend: Backend, model_id: str = "model", *, steps: int = 3, trainable: Trainable = LORA) -> Model:
     model = Model(backend.trainer, model_id)
-    await result(model.create())
+    await result(model.create(trainable))
     await model.train(steps)
     return model
 
 
 async def frozen(model: Model, *, for_disk: bool = True) -> SnapshotRef:
     return cast(SnapshotRef, await result(model.snapshot("sampler", for_disk=for_disk)))
+
+
+async def ephemeral(backend: Backend, model: Model) -> SnapshotRef:
+    """For ``backend.engine`` alone, as the service takes one: without bytes, where the engine shares rows."""
+    return await frozen(model, for_disk=not backend.engine.capabilities.shares_rows)
 
 
 def near(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -158,10 +166,12 @@ class EngineSuite:
             assert near(pieces.logprobs(sample), whole.logprobs(sample))
 
     async def test_a_seed_fixes_the_samples_and_zero_is_one(self, backend: Backend, tmp_path: Path) -> None:
-        draws = [(await sampled(backend.engine, request(num_samples=2, seed=seed, max_tokens=8))) for seed in (0, 0, 1)]
-        assert draws[0].tokens(0) == draws[1].tokens(0)
-        assert draws[0].tokens(0) != draws[2].tokens(0)
-        assert draws[0].tokens(0) != draws[0].tokens(1), "samples of one request must differ"
+        outputs = [
+            (await sampled(backend.engine, request(num_samples=2, seed=seed, max_tokens=8))) for seed in (0, 0, 1)
+        ]
+        assert outputs[0].tokens(0) == outputs[1].tokens(0)
+        assert outputs[0].tokens(0) != outputs[2].tokens(0)
+        assert outputs[0].tokens(0) != outputs[0].tokens(1), "samples of one request must differ"
         unseeded = [await sampled(backend.engine, request(seed=None, max_tokens=8)) for _ in range(2)]
         assert unseeded[0].tokens() != unseeded[1].tokens()
 
@@ -186,9 +196,26 @@ class EngineSuite:
         assert len(got.tokens()) == 5
         assert got.ends() == ["length"]
 
+    async def test_a_prompt_may_fill_the_context(self, backend: Backend, tmp_path: Path) -> None:
+        """Its scores are asked for with one token, which needs no position of its own; there is no second one."""
+        length = backend.facts.max_context_length
+        prompt = text(*[1 + i % 5 for i in range(length)])
+        for max_tokens in (1, None):
+            got = await sampled(backend.engine, request(prompt=prompt, max_tokens=max_tokens, prompt_logprobs=True))
+            assert len(got.tokens()) == 1
+            assert got.ends() == ["length"]
+            assert len(got.prompt_logprobs) == length
+            assert all(score < 0 for score in got.prompt_logprobs[1:])
+        shorter = text(*[1 + i % 5 for i in range(length - 1)])
+        fewer = await sampled(backend.engine, request(prompt=shorter, max_tokens=1, prompt_logprobs=True))
+        assert near(got.prompt_logprobs[:-1], fewer.prompt_logprobs)
+        assert "max_tokens" in await fails(backend.engine, request(prompt=prompt, max_tokens=2), UserError)
+        longer = text(*[1 + i % 5 for i in range(length + 1)])
+        assert "prompt" in await fails(backend.engine, request(prompt=longer, max_tokens=1), UserError)
+
     async def test_logprobs_are_of_the_scaled_distribution(self, backend: Backend, tmp_path: Path) -> None:
-        """The sum over all tokens of a one-token sample's probability, drawn often enough to have seen the likely
-        ones: exp(logprob) of one token is the same whenever it is drawn, and sums to at most 1."""
+        """The sum over all tokens of a one-token sample's probability, sampled often enough to have seen the likely
+        ones: exp(logprob) of one token is the same whenever it is sampled, and sums to at most 1."""
         seen: dict[int, float] = {}
         for seed in range(3):
             got = await sampled(backend.engine, request(num_samples=40, seed=seed, max_tokens=1, temperature=0.5))
@@ -204,7 +231,7 @@ class EngineSuite:
     async def test_a_prompt_that_comes_again_is_not_computed_again(self, backend: Backend, tmp_path: Path) -> None:
         """With the same weights; and the first delta says so."""
         engine, model = backend.engine, await trained(backend)
-        old, new = await frozen(model, for_disk=False), await frozen(model, for_disk=False)
+        old, new = await ephemeral(backend, model), await ephemeral(backend, model)
         for ref in (old, new):
             await engine.publish(ref)
         long = [1 + i % 5 for i in range(backend.facts.max_context_length - 5)]
@@ -219,6 +246,18 @@ class EngineSuite:
         assert rest == [0] * 3
         assert await hits(new.version, *long) == [0]
         assert await hits(new.version, 6, *long) == [0]
+
+    async def test_a_prompt_is_kept_for_its_own_scope_alone(self, backend: Backend, tmp_path: Path) -> None:
+        engine, model = backend.engine, await trained(backend)
+        ref = await ephemeral(backend, model)
+        await engine.publish(ref)
+        long = text(*[1 + i % 5 for i in range(backend.facts.max_context_length - 5)])
+        for version in (None, ref.version):
+            found = []
+            for scope in ("alice", "bob", "alice", "bob"):
+                wanted = request(version, prompt=long, max_tokens=2, owner=scope, prefix_scope=scope)
+                found.append((await sampled(engine, wanted)).deltas[0].prompt_cache_hit_tokens > 0)
+            assert found == [False, False, True, True]
 
     # ------------------------------------------------------------------------------------------------ scores
     async def test_prompt_scores_come_once(self, backend: Backend, tmp_path: Path) -> None:
@@ -325,8 +364,11 @@ class EngineSuite:
         assert all(d.topk_logprobs is None for d in (await sampled(backend.engine, request())).deltas), "not asked for"
 
     async def test_the_sampler_scores_as_the_trainer_does(self, backend: Backend, tmp_path: Path) -> None:
-        model = await trained(backend)
-        ref = await frozen(model, for_disk=False)
+        await self._scores_as_the_trainer(backend, await trained(backend))
+
+    @staticmethod
+    async def _scores_as_the_trainer(backend: Backend, model: Model) -> None:
+        ref = await ephemeral(backend, model)
         await backend.engine.publish(ref)
         got = await sampled(backend.engine, request(ref.version, prompt_logprobs=True, max_tokens=5))
         everything = [1, 2, 3, *got.tokens()]
@@ -341,7 +383,8 @@ class EngineSuite:
         self, backend: Backend, tmp_path: Path, for_disk: bool
     ) -> None:
         engine = backend.engine
-        ref = await frozen(await trained(backend), for_disk=for_disk)
+        model = await trained(backend)
+        ref = await frozen(model) if for_disk else await ephemeral(backend, model)
         await fails(engine, request(ref.version), NotFound)
         await engine.publish(ref)
         await engine.publish(ref)
@@ -362,7 +405,7 @@ class EngineSuite:
 
     async def test_a_version_does_not_change_while_training_goes_on(self, backend: Backend, tmp_path: Path) -> None:
         model, engine = await trained(backend), backend.engine
-        ref = await frozen(model, for_disk=False)
+        ref = await ephemeral(backend, model)
         await model.train(1)  # between the snapshot and its publication, too
         await engine.publish(ref)
         before = await sampled(engine, request(ref.version, prompt_logprobs=True))
@@ -379,7 +422,7 @@ class EngineSuite:
 
     async def test_a_version_outlives_its_model(self, backend: Backend, tmp_path: Path) -> None:
         model = await trained(backend)
-        ref = await frozen(model, for_disk=False)
+        ref = await ephemeral(backend, model)
         await backend.engine.publish(ref)
         before = await sampled(backend.engine, request(ref.version, prompt_logprobs=True))
         await result(model.send(DeleteModel))
@@ -409,9 +452,29 @@ class EngineSuite:
         with pytest.raises(NotFound):
             await use()
 
+    async def test_a_full_model_is_sampled_or_refused_as_the_capabilities_say(
+        self, backend: Backend, tmp_path: Path
+    ) -> None:
+        engine = backend.engine
+        if Full.kind in backend.facts.trains & engine.capabilities.samples:
+            await self._scores_as_the_trainer(backend, await trained(backend, trainable=Full()))
+            return
+        ref = SnapshotRef(
+            version=Version(model_id="full", number=1),
+            kind="sampler",
+            trainable=Full(),
+            step=1,
+            applied_seq_id=1,
+            has_pending_gradient=False,
+            directory=without_files(Full(), tmp_path / "full").directory,
+        )
+        with pytest.raises(UserError, match=repr(Full.kind)):
+            await engine.publish(ref)
+        await fails(engine, request(ref.version), NotFound)
+
     async def test_a_release_leaves_running_requests_alone(self, backend: Backend, tmp_path: Path) -> None:
         engine = backend.engine
-        ref = await frozen(await trained(backend), for_disk=False)
+        ref = await ephemeral(backend, await trained(backend))
         await engine.publish(ref)
         undisturbed = await sampled(engine, request(ref.version, max_tokens=10))
         got = Sampled()
@@ -426,14 +489,14 @@ class EngineSuite:
     async def test_inflight_goes_on_with_newer_weights(self, backend: Backend, tmp_path: Path) -> None:
         """Its deltas say since when; a snapshot's request beside it does not notice, nor does another model's."""
         engine, model = backend.engine, await trained(backend)
-        old = await frozen(model, for_disk=False)
+        old = await ephemeral(backend, model)
         await engine.publish(old)
-        other = await frozen(await trained(backend, "other"), for_disk=False)
+        other = await ephemeral(backend, await trained(backend, "other"))
         await engine.publish(other)
         length = backend.facts.max_context_length - 3
         fixed = await sampled(engine, request(old.version, max_tokens=length, temperature=0.0))
         await model.train(20, (datum([1, 2, 3, *fixed.tokens()[:8]]),))
-        new = await frozen(model, for_disk=False)
+        new = await ephemeral(backend, model)
 
         async def watch(version: Version) -> Sampled:
             got = Sampled()
@@ -461,10 +524,10 @@ class EngineSuite:
 
     async def test_inflight_in_one_piece_has_a_delta_for_each_weights(self, backend: Backend, tmp_path: Path) -> None:
         engine, model = backend.engine, await trained(backend)
-        old = await frozen(model, for_disk=False)
+        old = await ephemeral(backend, model)
         await engine.publish(old)
         await model.train(1)
-        new = await frozen(model, for_disk=False)
+        new = await ephemeral(backend, model)
         context = backend.facts.max_context_length - 3
         whole = asyncio.ensure_future(sampled(engine, request(old.version, max_tokens=context, inflight=True)))
         async for _ in engine.sample(request(old.version, max_tokens=2, stream=True)):
@@ -479,7 +542,7 @@ class EngineSuite:
         engine, model = backend.engine, await trained(backend)
         refs = []
         for _ in range(2):
-            refs.append(await frozen(model, for_disk=False))
+            refs.append(await ephemeral(backend, model))
             await engine.publish(refs[-1])
             await model.train(1)
         old, new = refs
@@ -524,6 +587,18 @@ class EngineSuite:
         assert all(isinstance(outcome, Overloaded) for outcome in refused)
         assert all(len(outcome.tokens()) == 4 for outcome in outcomes if isinstance(outcome, Sampled))
         assert len((await sampled(backend.engine, request())).tokens()) == 4
+
+    async def test_a_queue_that_one_owner_has_filled_has_room_for_another(
+        self, backend: Backend, tmp_path: Path
+    ) -> None:
+        flood = [
+            asyncio.ensure_future(sampled(backend.engine, request(seed=i, max_tokens=12, owner="heavy")))
+            for i in range(40)
+        ]
+        await asyncio.sleep(0)
+        assert len((await sampled(backend.engine, request(owner="light"))).tokens()) == 4
+        outcomes = await asyncio.gather(*flood, return_exceptions=True)
+        assert any(isinstance(outcome, Overloaded) for outcome in outcomes), "there was no flood"
 
     # ------------------------------------------------------------------------------------------------ bad input
     @pytest.mark.parametrize(

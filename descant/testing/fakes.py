@@ -1,8 +1,8 @@
 """Small real implementations of Trainer, Engine and CheckpointStore: numpy, one event loop, no threads.
 
-``FakeWorld`` is a base model of one table (the logits of the next token given the last one) and any number of rank-r
-adapters on it, ``logits[prev] = base[prev] + (32 / r) · (B A)[prev]``. Losses, gradients, AdamW and sampling are real,
-so what is trained can be sampled, saved, loaded and compared.
+``FakeWorld`` is a base model of one table (the logits of the next token given the last one) and any number of models
+on it: rank-r adapters, ``logits[prev] = base[prev] + (32 / r) · (B A)[prev]``, and full ones, each a table of its own.
+Losses, gradients, AdamW and sampling are real, so what is trained can be sampled, saved, loaded and compared.
 
     world = FakeWorld()
     backend = Backend(facts=world.facts, trainer=FakeTrainer(world), engine=FakeEngine(world))
@@ -17,7 +17,7 @@ import asyncio
 import shutil
 import tempfile
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,19 +28,22 @@ from safetensors.numpy import load, save
 
 from descant.ckpt.manifest import (
     MANIFEST,
+    check_file,
+    damaged,
     encode_manifest,
     read_manifest,
     read_verified,
     write_durable,
 )
-from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, adapter_config
-from descant.errors import DescantError, NotFound, Overloaded, ServerError, UserError
+from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, ExportBase, adapter_config
+from descant.errors import Damaged, DescantError, NotFound, Overloaded, ServerError, UserError
 from descant.sample.check import check_scores
 from descant.sample.scores import empty_topk, fill_topk
-from descant.train.check import check_adam, check_forward_backward, dense_inputs, loss_fn_config
+from descant.storage import cannot_store
+from descant.testing.fake_model import Array, FakeAdapter, Weights, compute, logprobs, take_step
+from descant.train.check import check_adam, check_forward_backward, loss_fn_config
 from descant.types import (
     MAX_RANK,
-    SCALE_NUMERATOR,
     Checkpoint,
     CheckpointName,
     CheckpointSource,
@@ -50,13 +53,12 @@ from descant.types import (
     DeleteModel,
     EncodedText,
     EngineCapabilities,
-    FileEntry,
     ForwardBackward,
     ForwardBackwardOutput,
     Int32,
     Loaded,
     LoadState,
-    LoraConfig,
+    Lora,
     Manifest,
     ModelCreated,
     ModelFacts,
@@ -64,7 +66,7 @@ from descant.types import (
     OptimStepOutput,
     PromptAltTokens,
     PromptScores,
-    Refused,
+    Rejected,
     Result,
     SampleDelta,
     SampleRequest,
@@ -72,16 +74,24 @@ from descant.types import (
     SnapshotRef,
     StopReason,
     TopK,
+    Trainable,
+    TrainableKind,
     Version,
     input_length,
     input_tokens,
+    same_shape,
 )
 
-Array = NDArray[np.float64]
 Hook = Callable[[object], Awaitable[None]]
 
 FAKE_BASE = "fake/bigram"
-PREFIX = "base_model.model.table"
+WEIGHTS: Mapping[TrainableKind, str] = {"lora": ADAPTER, "full": "model.safetensors"}
+"""The file of a model's weights, by its kind."""
+TENSORS: Mapping[TrainableKind, tuple[str, ...]] = {
+    "lora": ("base_model.model.table.lora_A.weight", "base_model.model.table.lora_B.weight"),
+    "full": ("table.weight",),
+}
+"""What the arrays of a model are called there."""
 
 
 async def _no_hook(what: object) -> None:
@@ -90,48 +100,6 @@ async def _no_hook(what: object) -> None:
 
 # --------------------------------------------------------------------------------------------------------------------
 # The model
-
-
-@dataclass(slots=True)
-class Weights:
-    """``a`` [r, V], ``b`` [V, r]."""
-
-    lora: LoraConfig
-    a: Array
-    b: Array
-
-    def copy(self) -> Weights:
-        return Weights(self.lora, self.a.copy(), self.b.copy())
-
-    def table(self) -> Array:
-        """What the adapter adds to the logits, [V, V]."""
-        return SCALE_NUMERATOR / self.lora.rank * (self.b @ self.a)
-
-
-@dataclass(slots=True)
-class Adapter:
-    """One model: its weights, gradient, AdamW moments, and what went wrong since the last step."""
-
-    weights: Weights
-    gradient: list[Array]
-    moments1: list[Array]
-    moments2: list[Array]
-    step: int = 0
-    applied_seq_id: int = 0
-    pending_gradient: bool = False
-    lost_gradient: str | None = None
-
-    @staticmethod
-    def fresh(lora: LoraConfig, vocab_size: int, seed: int) -> Adapter:
-        a = np.random.default_rng(seed).uniform(-1, 1, (lora.rank, vocab_size)) / np.sqrt(vocab_size)
-        b = np.zeros((vocab_size, lora.rank))
-        gradient, moments1, moments2 = ([np.zeros_like(a), np.zeros_like(b)] for _ in range(3))
-        return Adapter(Weights(lora, a, b), gradient, moments1, moments2)
-
-    def clear_gradient(self) -> None:
-        for gradient in self.gradient:
-            gradient[:] = 0
-        self.pending_gradient, self.lost_gradient = False, None
 
 
 @dataclass(slots=True)
@@ -151,8 +119,10 @@ class FakeWorld:
     name: str = FAKE_BASE
     seed: int = 0
     hook: Hook = _no_hook
+    trains: frozenset[TrainableKind] = frozenset(("lora", "full"))
+    """The kinds of models that are trained and sampled."""
     base_table: Array = field(init=False)
-    adapters: dict[str, Adapter] = field(init=False, default_factory=dict)
+    adapters: dict[str, FakeAdapter] = field(init=False, default_factory=dict)
     snapshots: dict[Version, Held] = field(init=False, default_factory=dict)
     published: dict[Version, Weights] = field(init=False, default_factory=dict)
 
@@ -171,36 +141,13 @@ class FakeWorld:
             num_params=self.vocab_size**2,
             dtype="float64",
             device="cpu",
+            adapter_numbers_per_rank=2 * self.vocab_size,
+            trains=self.trains,
         )
 
     def logprobs(self, weights: Weights | None, tokens: NDArray[np.int32], temperature: float = 1.0) -> Array:
         """[L, V]: after each of ``tokens``."""
-        logits = self.base_table[tokens]
-        if weights is not None:
-            logits = logits + weights.table()[tokens]
-        logits = logits / temperature
-        logits = logits - logits.max(-1, keepdims=True)
-        return np.asarray(logits - np.log(np.exp(logits).sum(-1, keepdims=True)))
-
-
-def _loss(loss_fn: str, config: Mapping[str, float], inputs: Mapping[str, np.ndarray], p: Array) -> tuple[Array, Array]:
-    """Per-token loss and its derivative by p, both shaped like the targets."""
-    if loss_fn == "cross_entropy":
-        return -p * inputs["weights"], -inputs["weights"].astype(np.float64)
-    q, advantages = inputs["logprobs"].astype(np.float64), inputs["advantages"].astype(np.float64)
-    ratio = np.exp(p - q)
-    if loss_fn == "gspo":
-        mask = inputs["sequence_ratio_mask"] == 1
-        ratio, advantages = np.exp(np.mean(p - q, where=mask) if mask.any() else 0.0), advantages * mask
-    if loss_fn == "importance_sampling":
-        return -ratio * advantages, -ratio * advantages
-    if loss_fn == "dro":
-        return -(p * advantages - config["beta"] / 2 * (p - q) ** 2), -(advantages - config["beta"] * (p - q))
-    clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
-    if loss_fn == "cispo":
-        return -clipped * p * advantages, -clipped * advantages
-    chosen = np.minimum(ratio * advantages, clipped * advantages)
-    return -chosen, np.where(ratio * advantages <= clipped * advantages, -ratio * advantages, 0.0)
+        return logprobs(self.base_table, weights, tokens, temperature)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -238,13 +185,13 @@ class FakeTrainer:
             self._running.append(command)
             try:
                 await self.world.hook(command)
-                result = self._execute(command)
+                result = self.execute(command)
             except DescantError as error:
-                self._remember_failure(command, error)
+                self.remember_failure(command, error)
                 if not future.done():
                     future.set_exception(error)
             except Exception as error:
-                self._remember_failure(command, error)
+                self.remember_failure(command, error)
                 if not future.done():
                     future.set_exception(ServerError(f"{type(error).__name__}: {error}"))
             else:
@@ -254,22 +201,23 @@ class FakeTrainer:
                 self._running.remove(command)
         del self._queues[model_id]
 
-    def _remember_failure(self, command: Command, error: Exception) -> None:
+    def remember_failure(self, command: Command, error: Exception) -> None:
         adapter = self.world.adapters.get(command.model_id)
         if adapter is None:
             return
         if isinstance(command, ForwardBackward) and not command.forward_only:
             adapter.lost_gradient = f"the gradient of request {command.seq_id} is missing: {error}"
-        if isinstance(command, Refused) and command.loses_gradient:
+        if isinstance(command, Rejected) and command.poisons_gradient:
             adapter.lost_gradient = f"the gradient of request {command.seq_id} is missing: {command.message}"
         if isinstance(command, OptimStep):
             adapter.clear_gradient()
 
-    def _execute(self, command: Command) -> Result:
+    def execute(self, command: Command) -> Result:
+        """Now. Who calls it reports what it raises to ``remember_failure``."""
         match command:
             case CreateModel():
                 return self._create(command)
-            case Refused():
+            case Rejected():
                 raise UserError(command.message)
             case DeleteModel():
                 self.world.adapters.pop(command.model_id, None)
@@ -285,7 +233,7 @@ class FakeTrainer:
             case Snapshot():
                 result = self._snapshot(adapter, command)
             case LoadState():
-                result = self._load(command.model_id, adapter.weights.lora, command.source)
+                result = self._load(command.model_id, adapter.weights.trainable, command.source)
                 adapter = self.world.adapters[command.model_id]
         adapter.applied_seq_id = command.seq_id
         return result
@@ -296,77 +244,50 @@ class FakeTrainer:
         if command.source is not None:
             self._load(command.model_id, None, command.source)
         else:
-            lora = command.lora
-            if not 1 <= lora.rank <= MAX_RANK:
-                raise UserError(f"lora_config.rank is {lora.rank}, expected 1 to {MAX_RANK}")
-            seed = lora.seed if lora.seed is not None else zlib.crc32(command.model_id.encode())
-            self.world.adapters[command.model_id] = Adapter.fresh(lora, self.world.vocab_size, seed)
+            trainable, seed = command.trainable, zlib.crc32(command.model_id.encode())
+            self._check_kind(trainable, f"model {command.model_id!r}")
+            if isinstance(trainable, Lora):
+                if not 1 <= trainable.rank <= MAX_RANK:
+                    raise UserError(f"lora_config.rank is {trainable.rank}, expected 1 to {MAX_RANK}")
+                seed = trainable.seed if trainable.seed is not None else seed
+            self.world.adapters[command.model_id] = FakeAdapter.fresh(trainable, self.world.base_table, seed)
         adapter = self.world.adapters[command.model_id]
-        return ModelCreated(model_id=command.model_id, lora=adapter.weights.lora, step=adapter.step)
+        return ModelCreated(model_id=command.model_id, trainable=adapter.weights.trainable, step=adapter.step)
 
-    def _forward_backward(self, adapter: Adapter, command: ForwardBackward) -> ForwardBackwardOutput:
+    def _forward_backward(self, adapter: FakeAdapter, command: ForwardBackward) -> ForwardBackwardOutput:
         check_forward_backward(command, self.facts)
         config = loss_fn_config(command)
-        weights, scale = adapter.weights, SCALE_NUMERATOR / adapter.weights.lora.rank
         total, outputs = 0.0, []
         sums = [np.zeros_like(gradient) for gradient in adapter.gradient]
         for index, datum in enumerate(command.data):
-            tokens, inputs = input_tokens(datum.model_input), dense_inputs(datum, command.loss_fn)
-            targets = inputs["target_tokens"]
-            logprobs = self.world.logprobs(weights, tokens)
-            targets_LK = targets.reshape(len(tokens), -1)
-            p = np.take_along_axis(logprobs, targets_LK, -1).reshape(targets.shape)
-            with np.errstate(over="ignore", invalid="ignore"):
-                loss, dloss = _loss(command.loss_fn, config, inputs, p)
-            if not (np.isfinite(loss).all() and np.isfinite(dloss).all()):
+            computed = compute(self.world.base_table, adapter.weights, datum, command.loss_fn, config)
+            if not computed.finite_L.all():
                 raise UserError(f"data[{index}]: its loss is not finite")
-            total += float(loss.sum())
-            outputs.append({"logprobs": p.astype(np.float32)})
-            dloss_LK = dloss.reshape(len(tokens), -1)
-            dlogits = -np.exp(logprobs) * dloss_LK.sum(-1, keepdims=True)
-            for k in range(targets_LK.shape[1]):
-                dlogits[np.arange(len(tokens)), targets_LK[:, k]] += dloss_LK[:, k]
-            dtable = np.zeros_like(self.world.base_table)
-            np.add.at(dtable, tokens, scale * dlogits)
-            sums[0] += weights.b.T @ dtable
-            sums[1] += dtable @ weights.a.T
+            total += float(computed.loss_L.sum())
+            outputs.append({"logprobs": computed.logprobs.astype(np.float32)})
+            for summed, part in zip(sums, computed.gradient):
+                summed += part
         if not command.forward_only:
             for gradient, summed in zip(adapter.gradient, sums):
                 gradient += summed
             adapter.pending_gradient = True
         return ForwardBackwardOutput(loss_fn_outputs=tuple(outputs), metrics={"loss:sum": total})
 
-    def _optim_step(self, adapter: Adapter, command: OptimStep) -> OptimStepOutput:
-        params = command.adam_params
+    def _optim_step(self, adapter: FakeAdapter, command: OptimStep) -> OptimStepOutput:
         if adapter.lost_gradient is not None:
             raise UserError(f"the step was not taken: {adapter.lost_gradient}")
-        check_adam(params)
-        norm = float(np.sqrt(sum((gradient**2).sum() for gradient in adapter.gradient)))
-        clip = min(1.0, params.grad_clip_norm / norm) if params.grad_clip_norm > 0 and norm > 0 else 1.0
-        step = adapter.step + 1
-        updates: list[tuple[Array, Array, Array]] = []
-        with np.errstate(over="ignore", invalid="ignore"):
-            for i, old in enumerate((adapter.weights.a, adapter.weights.b)):
-                gradient = adapter.gradient[i] * clip
-                m = params.beta1 * adapter.moments1[i] + (1 - params.beta1) * gradient
-                v = params.beta2 * adapter.moments2[i] + (1 - params.beta2) * gradient**2
-                direction = m / (1 - params.beta1**step) / (np.sqrt(v / (1 - params.beta2**step)) + params.eps)
-                new = old * (1 - params.learning_rate * params.weight_decay) - params.learning_rate * direction
-                new = np.where((direction == 0) | np.isfinite(direction), new, np.nan)
-                updates.append((new.astype(np.float32).astype(np.float64), m, v))
-        if not all(np.isfinite(new).all() for new, _, _ in updates):
-            raise UserError("the step was not taken: it would make a weight not finite")
-        adapter.weights.a, adapter.weights.b = updates[0][0], updates[1][0]
-        adapter.moments1, adapter.moments2 = [u[1] for u in updates], [u[2] for u in updates]
-        adapter.step = step
+        check_adam(command.adam_params)
+        if not adapter.pending_gradient:
+            return OptimStepOutput(metrics={"grad_norm:mean": 0.0, "step:max": float(adapter.step), "skipped:max": 1.0})
+        norm = take_step(adapter, command.adam_params)
         adapter.clear_gradient()
-        return OptimStepOutput(metrics={"grad_norm:mean": norm, "step:max": float(step)})
+        return OptimStepOutput(metrics={"grad_norm:mean": norm, "step:max": float(adapter.step)})
 
-    def _snapshot(self, adapter: Adapter, command: Snapshot) -> SnapshotRef:
+    def _snapshot(self, adapter: FakeAdapter, command: Snapshot) -> SnapshotRef:
         ref = SnapshotRef(
             version=Version(model_id=command.model_id, number=command.seq_id),
             kind=command.kind,
-            lora=adapter.weights.lora,
+            trainable=adapter.weights.trainable,
             step=adapter.step,
             applied_seq_id=command.seq_id,
             has_pending_gradient=adapter.pending_gradient,
@@ -380,47 +301,58 @@ class FakeTrainer:
         self.world.snapshots[ref.version] = held
         return ref
 
-    def _load(self, model_id: str, expected: LoraConfig | None, source: CheckpointSource) -> Loaded:
-        manifest, weights = read_adapter(source.directory)
-        if expected is not None and replace(expected, seed=None) != replace(manifest.lora, seed=None):
-            raise UserError(f"{source.uri} has {manifest.lora}, model {model_id!r} has {expected}")
-        adapter = Adapter.fresh(manifest.lora, self.world.vocab_size, 0)
-        if weights.a.shape != adapter.weights.a.shape or weights.b.shape != adapter.weights.b.shape:
+    def _check_kind(self, trainable: Trainable, of: str) -> None:
+        if trainable.kind not in self.facts.trains:
+            raise UserError(f"{of} is of kind {trainable.kind!r}, expected one of {sorted(self.facts.trains)}")
+
+    def _load(self, model_id: str, expected: Trainable | None, source: CheckpointSource) -> Loaded:
+        trainable = read_manifest(source.directory).trainable
+        self._check_kind(trainable, source.uri)
+        if expected is not None and not same_shape(expected, trainable):
+            raise UserError(
+                f"{source.uri} is of kind {trainable.kind!r} and has {trainable}, model {model_id!r} has {expected}"
+            )
+        manifest, weights = read_weights(source.directory)
+        adapter = FakeAdapter.fresh(trainable, self.world.base_table, 0)
+        if [array.shape for array in weights.arrays] != [array.shape for array in adapter.weights.arrays]:
             raise UserError(f"{source.uri} does not fit this base model")
         adapter.weights = weights
         if source.optimizer:
             if not manifest.has_optimizer:
                 raise UserError(f"{source.uri} holds no optimiser state")
             moments = load(read_verified(source.directory, OPTIMIZER, manifest))
-            adapter.moments1 = [moments["moment1.a"], moments["moment1.b"]]
-            adapter.moments2 = [moments["moment2.a"], moments["moment2.b"]]
+            adapter.moments1 = [moments[f"moment1.{name}"] for name in TENSORS[trainable.kind]]
+            adapter.moments2 = [moments[f"moment2.{name}"] for name in TENSORS[trainable.kind]]
             adapter.step = manifest.step
         self.world.adapters[model_id] = adapter
         return Loaded(model_id=model_id, uri=source.uri, step=adapter.step)
 
     async def save(self, ref: SnapshotRef, dest: str) -> Manifest:
         await self.world.hook(ref)
+        return self.write(ref, dest)
+
+    def write(self, ref: SnapshotRef, dest: str) -> Manifest:
         held = self.world.snapshots.get(ref.version)
         if held is None or not held.moments1:
             raise NotFound(f"there is no snapshot of {ref.version} to save")
-        lora = held.ref.lora
-        # float64 keeps the fake's continuation bit-equal; PEFT's names are kept.
-        bodies = {
-            ADAPTER: save({f"{PREFIX}.lora_A.weight": held.weights.a, f"{PREFIX}.lora_B.weight": held.weights.b}),
-            ADAPTER_CONFIG: adapter_config(lora, base=self.facts.name, target_modules=["table"]),
-        }
+        trainable = held.ref.trainable
+        names = TENSORS[trainable.kind]
+        # float64 keeps the fake's continuation bit-equal; an adapter has PEFT's names.
+        bodies = {WEIGHTS[trainable.kind]: save(dict(zip(names, held.weights.arrays)))}
+        if isinstance(trainable, Lora):
+            base = ExportBase(name=self.facts.name)
+            bodies[ADAPTER_CONFIG] = adapter_config(trainable, base=base, modules=["table"])
         if held.ref.kind == "training":
-            bodies[OPTIMIZER] = save(
-                {f"moment{n}.{k}": m for n, ms in ((1, held.moments1), (2, held.moments2)) for k, m in zip("ab", ms)}
-            )
+            moments = ((1, held.moments1), (2, held.moments2))
+            bodies[OPTIMIZER] = save({f"moment{n}.{name}": m for n, ms in moments for name, m in zip(names, ms)})
         try:
             files = {name: write_durable(Path(dest) / name, body) for name, body in bodies.items()}
         except OSError as error:
-            raise ServerError(f"cannot write a checkpoint into {dest}: {error.strerror}") from None
+            raise cannot_store(error) from None
         return Manifest(
             base="",
             owner="",
-            lora=lora,
+            trainable=trainable,
             step=held.ref.step,
             applied_seq_id=held.ref.applied_seq_id,
             has_optimizer=held.ref.kind == "training",
@@ -431,10 +363,11 @@ class FakeTrainer:
         self.world.snapshots.pop(ref.version, None)
 
 
-def read_adapter(directory: str) -> tuple[Manifest, Weights]:
+def read_weights(directory: str) -> tuple[Manifest, Weights]:
     manifest = read_manifest(directory)
-    tensors = load(read_verified(directory, ADAPTER, manifest))
-    return manifest, Weights(manifest.lora, tensors[f"{PREFIX}.lora_A.weight"], tensors[f"{PREFIX}.lora_B.weight"])
+    trainable = manifest.trainable
+    tensors = load(read_verified(directory, WEIGHTS[trainable.kind], manifest))
+    return manifest, Weights(trainable, [tensors[name] for name in TENSORS[trainable.kind]])
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -443,15 +376,25 @@ def read_adapter(directory: str) -> tuple[Manifest, Weights]:
 
 class FakeEngine:
     """``Engine`` over a ``FakeWorld``. A token is the character of its id (for stop strings). Of each version the last
-    prompt is kept, token by token."""
+    prompt of each scope is kept, token by token. An owner that has less than an even share of ``max_num_seqs`` finds
+    room though all are taken. ``step_s``: how long a token of a request takes that follows its model."""
 
-    def __init__(self, world: FakeWorld, *, max_running: int = 1024, capabilities: EngineCapabilities | None = None):
+    def __init__(
+        self,
+        world: FakeWorld,
+        *,
+        max_num_seqs: int = 1024,
+        capabilities: EngineCapabilities | None = None,
+        step_s: float = 0.0,
+    ):
         self.world = world
-        self.capabilities = capabilities or EngineCapabilities()
-        self.max_running = max_running
+        self.capabilities = capabilities or EngineCapabilities(samples=world.trains)
+        self.max_num_seqs = max_num_seqs
+        self._step_s = step_s
         self._running: dict[str, asyncio.Event] = {}
+        self._owners: Counter[str] = Counter()
         self._num_seeds = 0
-        self._kept: dict[Version | None, Int32] = {}
+        self._kept: dict[tuple[Version | None, str], Int32] = {}
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
         self._check(request)
@@ -459,9 +402,12 @@ class FakeEngine:
         weights = self._weights(request)
         if request.version is not None and weights is None:
             raise NotFound(f"{request.version} was never published, or was released")
-        if len(self._running) >= self.max_running:
-            raise Overloaded(f"{self.max_running} requests are running")
+        others = sum(count > 0 for owner, count in self._owners.items() if owner != request.owner)
+        own = self._owners[request.owner]
+        if len(self._running) >= self.max_num_seqs and own >= self.max_num_seqs // (1 + others):
+            raise Overloaded(f"{len(self._running)} requests are running")
         cancelled = self._running[request.request_id] = asyncio.Event()
+        self._owners[request.owner] += 1
         try:
             await self.world.hook(request)
             hit_tokens = self._keep(request)
@@ -473,12 +419,13 @@ class FakeEngine:
                     hit_tokens = 0
         finally:
             del self._running[request.request_id]
+            self._owners[request.owner] -= 1
 
     def _keep(self, request: SampleRequest) -> int:
         """How many of the prompt's tokens were kept; the last is always computed."""
         prompt = input_tokens(request.prompt)
-        kept = self._kept.get(request.version, prompt[:0])
-        self._kept[request.version] = prompt
+        kept = self._kept.get((request.version, request.prefix_scope), prompt[:0])
+        self._kept[request.version, request.prefix_scope] = prompt
         length = min(len(kept), len(prompt) - 1)
         differs = np.flatnonzero(kept[:length] != prompt[:length])
         return int(differs[0]) if len(differs) else length
@@ -488,28 +435,28 @@ class FakeEngine:
     ) -> AsyncIterator[SampleDelta]:
         tokens, logprobs, reason = self._draw(request, weights, index)
         prompt = self._prompt_scores(request, weights) if index == 0 else None
-        told = at = 0
+        emitted = at = 0
 
         def delta(end: int) -> SampleDelta:
             return SampleDelta(
                 request_id=request.request_id,
                 sample=index,
-                tokens=np.asarray(tokens[told:end], np.int32),
-                logprobs=np.asarray(logprobs[told:end], np.float32),
+                tokens=np.asarray(tokens[emitted:end], np.int32),
+                logprobs=np.asarray(logprobs[emitted:end], np.float32),
                 stop_reason=reason if end == len(tokens) else None,
                 version=request.version,
                 prompt=prompt,
-                topk_logprobs=self._topk_samples(request, weights, tokens, told, end),
+                topk_logprobs=self._topk_samples(request, weights, tokens, emitted, end),
             )
 
         while at < len(tokens):
             last = at == len(tokens) - 1
             if request.stream or request.inflight or last:
-                await asyncio.sleep(0)
+                await asyncio.sleep(self._step_s if request.inflight else 0)
             if at and (newest := self._newest(request)) != request:
-                if told < at:
+                if emitted < at:
                     yield delta(at)
-                    prompt, told = None, at
+                    prompt, emitted = None, at
                 request = newest
                 given = EncodedText(tokens=np.asarray(tokens[:at], np.int32))
                 params = replace(request.sampling_params, max_tokens=len(tokens) - at)
@@ -521,7 +468,7 @@ class FakeEngine:
             at += 1
             if request.stream or last:
                 yield delta(at)
-                prompt, told = None, at
+                prompt, emitted = None, at
 
     def _weights(self, request: SampleRequest) -> Weights | None:
         return None if request.version is None else self.world.published.get(request.version)
@@ -541,7 +488,7 @@ class FakeEngine:
             self._num_seeds += 1
         random = np.random.default_rng([params.seed if params.seed is not None else 10**6 + self._num_seeds, index])
         last = int(input_tokens(request.prompt)[-1])
-        limit = params.max_tokens or facts.max_context_length - input_length(request.prompt)
+        limit = params.max_tokens or max(1, facts.max_context_length - input_length(request.prompt))
         stop = facts.eos_token_ids if params.stop is None else params.stop
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -592,11 +539,11 @@ class FakeEngine:
             scaled = self.world.logprobs(weights, tokens[:-1], request.sampling_params.temperature or 1.0)
             random = np.random.default_rng([request.sampling_params.seed or 0, 10**6])
             uniform = random.random((len(rows), k, 1))
-            drawn = np.argmax(np.cumsum(np.exp(scaled), axis=-1)[:, None] > uniform * 0.999999, axis=-1)
+            sampled = np.argmax(np.cumsum(np.exp(scaled), axis=-1)[:, None] > uniform * 0.999999, axis=-1)
             if request.sampling_params.temperature == 0:
-                drawn = np.repeat(rows.argmax(axis=-1)[:, None], k, axis=1)
+                sampled = np.repeat(rows.argmax(axis=-1)[:, None], k, axis=1)
             alternatives = PromptAltTokens(
-                tokens=drawn.astype(np.int64), logprobs=np.take_along_axis(rows, drawn, -1).astype(np.float32)
+                tokens=sampled.astype(np.int64), logprobs=np.take_along_axis(rows, sampled, -1).astype(np.float32)
             )
         if logprobs is topk is targets is alternatives is None:
             return None
@@ -613,7 +560,7 @@ class FakeEngine:
             raise UserError(f"num_samples is {request.num_samples}, expected 1 to {self.capabilities.max_num_samples}")
         if params.max_tokens is not None and params.max_tokens < 1:
             raise UserError(f"sampling_params.max_tokens is {params.max_tokens}, expected at least 1")
-        if len(tokens) + (params.max_tokens or 1) > limit:
+        if len(tokens) > limit or (params.max_tokens or 1) > max(1, limit - len(tokens)):
             raise UserError(
                 f"prompt has {len(tokens)} tokens and sampling_params.max_tokens is {params.max_tokens}: together more "
                 f"than the context of {limit}"
@@ -630,17 +577,21 @@ class FakeEngine:
         await self.world.hook(ref)
         if ref.version in self.world.published:
             return
+        if ref.trainable.kind not in self.capabilities.samples:
+            samples = sorted(self.capabilities.samples)
+            raise UserError(f"{ref.version} is of kind {ref.trainable.kind!r}, expected one of {samples}")
         held = self.world.snapshots.get(ref.version)
         if held is not None:
             self.world.published[ref.version] = held.weights.copy()
         elif ref.directory is not None:
-            self.world.published[ref.version] = read_adapter(ref.directory)[1]
+            self.world.published[ref.version] = read_weights(ref.directory)[1]
         else:
             raise NotFound(f"there is no snapshot of {ref.version} to publish")
 
     async def release(self, version: Version) -> None:
         self.world.published.pop(version, None)
-        self._kept.pop(version, None)
+        for key in [key for key in self._kept if key[0] == version]:
+            del self._kept[key]
 
     async def cancel(self, request_id: str) -> None:
         if (running := self._running.get(request_id)) is not None:
@@ -659,7 +610,7 @@ def _likeliest(rows: np.ndarray, k: int) -> TopK:
 
 
 class FakeCheckpointStore:
-    """``CheckpointStore`` over a directory, its catalogue in memory: nothing survives it."""
+    """``CheckpointStore`` over a directory, its index in memory: nothing survives it."""
 
     def __init__(self, directory: str | Path | None = None):
         self.directory = Path(directory or tempfile.mkdtemp(prefix="descant-fake-store-"))
@@ -673,8 +624,11 @@ class FakeCheckpointStore:
         return str(path)
 
     async def commit(self, name: CheckpointName, attempt: str, manifest: Manifest) -> Checkpoint:
-        for path, entry in manifest.files.items():
-            _check_file(Path(attempt), path, entry)
+        try:
+            for path, entry in manifest.files.items():
+                check_file(attempt, path, entry)
+        except Damaged as error:
+            raise ServerError(f"{name.uri} was not written whole: {error}") from None
         (Path(attempt) / MANIFEST).write_bytes(encode_manifest(manifest))
         checkpoint = Checkpoint(name=name, directory=attempt, manifest=manifest)
         replaced = self._checkpoints.pop(name, None)
@@ -690,22 +644,21 @@ class FakeCheckpointStore:
     async def open(self, name: CheckpointName) -> Checkpoint:
         if name not in self._checkpoints:
             raise NotFound(f"there is no checkpoint {name.uri}")
-        return self._checkpoints[name]
+        checkpoint = self._checkpoints[name]
+        try:
+            manifest = read_manifest(checkpoint.directory)
+            for path, entry in manifest.files.items():
+                check_file(checkpoint.directory, path, entry)
+        except (Damaged, NotFound) as error:
+            raise damaged(name.uri, Damaged(str(error))) from None
+        return checkpoint
 
     async def list(self, model_id: str | None = None) -> Sequence[Checkpoint]:
         found = [c for c in self._checkpoints.values() if model_id is None or c.name.model_id == model_id]
         return found[::-1]
 
     async def delete(self, name: CheckpointName) -> None:
-        checkpoint = await self.open(name)
-        del self._checkpoints[name]
+        if name not in self._checkpoints:
+            raise NotFound(f"there is no checkpoint {name.uri}")
+        checkpoint = self._checkpoints.pop(name)
         shutil.rmtree(checkpoint.directory, ignore_errors=True)
-
-
-def _check_file(attempt: Path, path: str, entry: FileEntry) -> None:
-    try:
-        size = (attempt / path).stat().st_size
-    except OSError:
-        raise ServerError(f"{path} of the manifest is missing in {attempt}") from None
-    if size != entry.size_bytes:
-        raise ServerError(f"{path} in {attempt} has {size} bytes, its manifest says {entry.size_bytes}")

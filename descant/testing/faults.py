@@ -1,10 +1,10 @@
 """Faults on purpose. ``python -m descant.testing.faults [--short]`` injects each kind at each point of a small training
-and saving loop, and checks that every other rank hears of it in time, with the right name and place, and that nothing
-is left behind. Its last line is ``N cases, N passed, 0 hung, 0 leaked``; it exits with 1 unless all passed.
+and saving loop, and checks that every other rank fails in time, with the right rank and position, and that nothing is
+left behind. Its last line is ``N cases, N passed, 0 hung, 0 leaked``; it exits with 1 unless all passed.
 
     --short           a sample of about 70 cases
     --healthy S       no fault for S seconds: overloaded cores, a call that holds the interpreter for 3 s; 0 alarms
-    --only TEXT       cases whose name contains it, to look at one again
+    --only TEXT       cases whose name contains it, to run one again
     --jobs N          side by side (cases mostly wait)
 
 At the end of the file: ranks of the service that go wrong as they start, to be named in ``RankSpec.build``.
@@ -24,11 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
-from descant.dist.failure import REFEREE
-from descant.dist.point import Member
+from descant.distributed.coordinator.client import Member
+from descant.distributed.failure import COORDINATOR
 from descant.errors import UserError
 from descant.ranks.settings import RankSpec
-from descant.testing.gloo import Run, Seat, run_ranks
+from descant.testing.gloo import RankContext, Run, run_ranks
 
 if TYPE_CHECKING:
     from descant.ranks.peers import Peers
@@ -42,8 +42,8 @@ Kind = Literal[
     "wrong name",
     "skipped call",
     "second call",
-    "frozen referee",
-    "killed referee",
+    "frozen coordinator",
+    "killed coordinator",
 ]
 MISMATCHES = {"wrong name", "skipped call", "second call"}
 DEADLINE_S = 10.0
@@ -87,7 +87,7 @@ class Case:
     def limit_s(self) -> float:
         """From the fault until every other rank has raised."""
         match self.kind:
-            case "stop" | "frozen referee":
+            case "stop" | "frozen coordinator":
                 return 2.5
             case "delay":
                 return DELAY_DEADLINE_S + 0.5
@@ -102,7 +102,7 @@ def all_cases() -> list[Case]:
         world = (2, 4)[i % 2]
         for kind in kinds:
             if kind == "second call" and where == POINTS[-1][0]:
-                continue  # nobody is left to raise
+                continue  # no rank is left to raise
             for rank in (0, world - 1):
                 cases.append(Case(kind=kind, where=where, rank=rank, world=world))
                 if what == "reduce":
@@ -127,18 +127,18 @@ def short_cases() -> list[Case]:
 # The loop
 
 
-def loop(seat: Seat, case: Case | None, gloo: bool) -> list[Any]:
+def loop(context: RankContext, case: Case | None, gloo: bool) -> list[Any]:
     """Two steps, a save and a weight sync, as its points. What it returns is the same on every rank."""
     deadline_s = DELAY_DEADLINE_S if case is not None and case.kind == "delay" else DEADLINE_S
-    with seat.join() as member:
+    with context.join() as member:
         reduce = _reducer(member, deadline_s) if gloo else None
         said = []
         for where, what in POINTS:
             scope, _, name = where.partition("/")
             with member.scope(scope), member.scope(name):
                 times = 1
-                if case is not None and case.where == where and case.rank == seat.rank:
-                    seat.mark("fault")
+                if case is not None and case.where == where and case.rank == context.rank:
+                    context.mark("fault")
                     match case.kind:
                         case "skipped call":
                             times = 0
@@ -147,7 +147,7 @@ def loop(seat: Seat, case: Case | None, gloo: bool) -> list[Any]:
                         case "wrong name":
                             name = "elsewhere"
                         case _:
-                            _inject(case.kind, seat)
+                            _inject(case.kind, context)
                 for _ in range(times):
                     said.append(_do(member, what, name, deadline_s, reduce))
         return said
@@ -175,7 +175,7 @@ def _half(progress: Callable[[str], None], member: Member) -> int:
     return member.rank
 
 
-def _inject(kind: Kind, seat: Seat) -> None:
+def _inject(kind: Kind, context: RankContext) -> None:
     match kind:
         case "raise":
             raise ZeroDivisionError("one by zero")
@@ -187,16 +187,16 @@ def _inject(kind: Kind, seat: Seat) -> None:
             os._exit(3)
         case "delay":
             time.sleep(DELAY_S)
-        case "frozen referee":
-            os.kill(seat.pids["referee"], signal.SIGSTOP)
-        case "killed referee":
-            os.kill(seat.pids["referee"], signal.SIGKILL)
+        case "frozen coordinator":
+            os.kill(context.pids["coordinator"], signal.SIGSTOP)
+        case "killed coordinator":
+            os.kill(context.pids["coordinator"], signal.SIGKILL)
 
 
 def _reducer(member: Member, deadline_s: float) -> Callable[[str], float]:
     import torch  # only the cases that need it pay for it
 
-    from descant.dist.mesh import Mesh
+    from descant.distributed.mesh import Mesh
 
     mesh = Mesh.create(member, {"all": range(member.world)}, deadline_s=deadline_s)
 
@@ -209,11 +209,11 @@ def _reducer(member: Member, deadline_s: float) -> Callable[[str], float]:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Judging a case
+# Checking a case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CaseResult:
     case: str
     wrong: tuple[str, ...]
     hung: int
@@ -221,28 +221,28 @@ class Verdict:
     reaction_s: float
 
 
-def judge(case: Case) -> Verdict:
+def run_case(case: Case) -> CaseResult:
     """Run the case, and a healthy run after it in the same directory."""
     with tempfile.TemporaryDirectory(prefix="descant-faults-") as directory:
         run = run_ranks(loop, case.world, case, case.gloo, directory=directory)
-        wrong, hung, reaction_s = look(case, run)
+        wrong, hung, reaction_s = check_run(case, run)
         after = run_ranks(loop, case.world, None, case.gloo, directory=directory)
         values = [outcome.value for outcome in after.outcomes]
         if values[0] is None or any(value != values[0] for value in values) or after.report is not None:
             wrong.append(f"the next run was not clean: {after.outcomes}")
     leaked = len(run.leaked) + len(after.leaked) + len(_children())
-    return Verdict(case=case.name, wrong=tuple(wrong), hung=hung, leaked=leaked, reaction_s=reaction_s)
+    return CaseResult(case=case.name, wrong=tuple(wrong), hung=hung, leaked=leaked, reaction_s=reaction_s)
 
 
-def look(case: Case, run: Run) -> tuple[list[str], int, float]:
+def check_run(case: Case, run: Run) -> tuple[list[str], int, float]:
     """What is wrong, how many ranks hung, and the slowest reaction."""
     wrong = []
     fault = run.marks.get("fault")
     if fault is None:
         return ["the fault was never injected"], 0, 0.0
-    referee_s_fault = case.kind in ("frozen referee", "killed referee")
+    coordinator_at_fault = case.kind in ("frozen coordinator", "killed coordinator")
     gone = {case.rank} if case.kind in ("kill", "stop", "exit") else set()
-    has_left = case.kind == "skipped call" and case.where == POINTS[-1][0]  # before anybody could tell it
+    has_left = case.kind == "skipped call" and case.where == POINTS[-1][0]  # before the failure could reach it
     hung, slowest = 0, 0.0
     heard = []
     for rank, outcome in enumerate(run.outcomes):
@@ -271,16 +271,16 @@ def look(case: Case, run: Run) -> tuple[list[str], int, float]:
             continue
         heard.append(outcome.failure)
     for failure in heard:
-        culprits = set(failure.culprits)
-        expected = {REFEREE} if referee_s_fault else {case.rank}
+        failed_ranks = set(failure.failed_ranks)
+        expected = {COORDINATOR} if coordinator_at_fault else {case.rank}
         tie = case.kind in MISMATCHES and case.world == 2  # of two that differ, either may be right
-        if culprits != expected and not (tie and culprits == {0, 1}):
-            wrong.append(f"culprits are {sorted(culprits)}, expected {sorted(expected)}: {failure}")
-        if case.where not in f"{failure.where} {failure.cause}" and not referee_s_fault:
+        if failed_ranks != expected and not (tie and failed_ranks == {0, 1}):
+            wrong.append(f"failed_ranks are {sorted(failed_ranks)}, expected {sorted(expected)}: {failure}")
+        if case.where not in f"{failure.where} {failure.cause}" and not coordinator_at_fault:
             wrong.append(f"'{case.where}' is not named: {failure}")
-        if not referee_s_fault and failure != heard[0]:
-            wrong.append(f"ranks heard different things: {failure} / {heard[0]}")
-    if not referee_s_fault and run.report != (heard[0] if heard else None):
+        if not coordinator_at_fault and failure != heard[0]:
+            wrong.append(f"ranks raised different failures: {failure} / {heard[0]}")
+    if not coordinator_at_fault and run.report != (heard[0] if heard else None):
         wrong.append(f"failure.json is {run.report}")
     if run.ended - fault > 5.0 + (DELAY_S if case.kind == "delay" else 0.0):
         wrong.append(f"everything had ended only {run.ended - fault:.1f} s after the fault")
@@ -296,18 +296,18 @@ def _children() -> list[int]:
 # No fault, no alarm
 
 
-def healthy_loop(seat: Seat, seconds: float, seizure_s: float) -> int:
+def healthy_loop(context: RankContext, seconds: float, seizure_s: float) -> int:
     """The loop again and again; the last rank now and then makes a call that holds the interpreter. Returns turns."""
     until = time.monotonic() + seconds
     turns = 0
-    with seat.join() as member:
+    with context.join() as member:
         rate = _sums_per_second()
         going = True
         while going:
             with member.scope("turn", turns):
                 for where, what in POINTS:
                     _do(member, what, where, 60.0, None)
-                if seat.rank == seat.world - 1 and turns % 200 == 100:
+                if context.rank == context.world - 1 and turns % 200 == 100:
                     sum(range(int(rate * seizure_s)))  # one call into C: no other thread of this rank runs meanwhile
                 going = member.rank0_decides("go on", lambda: time.monotonic() < until)
             turns += 1
@@ -364,25 +364,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["OMP_NUM_THREADS"] = "1"
         import torch  # noqa: F401  # once, here: the ranks are forks
     began = time.monotonic()
-    verdicts = _run_side_by_side(cases, options.jobs)
-    passed = sum(not verdict.wrong and not verdict.hung and not verdict.leaked for verdict in verdicts)
-    lost = len(cases) - len(verdicts)
+    results = _run_side_by_side(cases, options.jobs)
+    passed = sum(not result.wrong and not result.hung and not result.leaked for result in results)
+    lost = len(cases) - len(results)
     for kind in get_args(Kind):
-        took = sorted(v.reaction_s for v in verdicts if v.case.startswith(f"{kind} at"))
+        took = sorted(v.reaction_s for v in results if v.case.startswith(f"{kind} at"))
         if took:
             print(
                 f"{kind:15} {len(took):4} cases, slowest rank raised after {took[len(took) // 2]:.3f} s"
                 f" (median), {took[-1]:.3f} s (worst)"
             )
     print(f"{time.monotonic() - began:.0f} s")
-    hung = lost + sum(verdict.hung > 0 for verdict in verdicts)
-    leaked = sum(verdict.leaked > 0 for verdict in verdicts)
+    hung = lost + sum(result.hung > 0 for result in results)
+    leaked = sum(result.leaked > 0 for result in results)
     print(f"{len(cases)} cases, {passed} passed, {hung} hung, {leaked} leaked")
     return 0 if passed == len(cases) else 1
 
 
-def _run_side_by_side(cases: Sequence[Case], jobs: int) -> list[Verdict]:
-    """Each job is a fork of this process, which has one thread; its verdicts come as lines."""
+def _run_side_by_side(cases: Sequence[Case], jobs: int) -> list[CaseResult]:
+    """Each job is a fork of this process, which has one thread; its results come as lines."""
     sys.stdout.flush()
     workers = []
     for job in range(jobs):
@@ -391,28 +391,28 @@ def _run_side_by_side(cases: Sequence[Case], jobs: int) -> list[Verdict]:
         if pid == 0:
             os.close(read_end)
             with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 2)  # the verdicts that referees print
+                os.dup2(nowhere.fileno(), 2)  # the failures that coordinators print
             with open(write_end, "w", buffering=1, encoding="utf-8") as lines:
                 for case in cases[job::jobs]:
-                    verdict = judge(case)
+                    result = run_case(case)
                     print(
-                        json.dumps([verdict.case, verdict.wrong, verdict.hung, verdict.leaked, verdict.reaction_s]),
+                        json.dumps([result.case, result.wrong, result.hung, result.leaked, result.reaction_s]),
                         file=lines,
                     )
             os._exit(0)
         os.close(write_end)
         workers.append((pid, read_end))
-    verdicts = []
+    results = []
     for pid, read_end in workers:
         with open(read_end, encoding="utf-8") as lines:
             for line in lines:
                 name, wrong, hung, leaked, reaction_s = json.loads(line)
-                verdict = Verdict(case=name, wrong=tuple(wrong), hung=hung, leaked=leaked, reaction_s=reaction_s)
-                for text in verdict.wrong:
+                result = CaseResult(case=name, wrong=tuple(wrong), hung=hung, leaked=leaked, reaction_s=reaction_s)
+                for text in result.wrong:
                     print(f"FAILED {name}: {text}", flush=True)
-                verdicts.append(verdict)
+                results.append(result)
         os.waitpid(pid, 0)
-    return verdicts
+    return results
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def build_raising(spec: RankSpec, phase: Callable[[str], None], peers: Peers) ->
 def build_hanging(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> NoReturn:
     phase("waiting for ever")
     threading.Event().wait()
-    raise AssertionError("nobody sets the event")
+    raise AssertionError("the event is never set")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,9 +25,6 @@ from descant.errors import NotFound
 from descant.ports import FutureStore
 from descant.testing.clock import FakeClock, settle
 from descant.types import Encoded, FutureKey, FutureState
-
-PATIENCE_S = 10.0
-"""Real seconds after which something that should end by itself is called a hang."""
 
 
 @dataclass(slots=True)
@@ -87,8 +85,18 @@ class FakeFutureStore:
     async def pending(self) -> Sequence[FutureState]:
         return [row.state for row in self._disk.rows.values() if row.finished_at is None]
 
-    async def prune(self, *, finished_before: float) -> int:
-        old = [row for row in self._disk.rows.values() if row.finished_at and row.finished_at < finished_before]
+    async def prune(
+        self, *, finished_before: float, fetched: Collection[str] = (), max_owner_bytes: int | None = None
+    ) -> int:
+        ended = [row for row in self._disk.rows.values() if row.finished_at is not None]
+        old, kept = [], Counter[str]()
+        for row in sorted(ended, key=lambda row: row.finished_at or 0.0, reverse=True):
+            if (row.finished_at or 0.0) < finished_before or row.state.request_id in fetched:
+                old.append(row)
+                continue
+            kept[row.state.owner] += 0 if row.state.encoded is None else len(row.state.encoded.body)
+            if max_owner_bytes is not None and kept[row.state.owner] > max_owner_bytes:
+                old.append(row)
         for row in old:
             del self._disk.rows[row.state.request_id]
             del self._disk.ids[row.state.key, row.state.owner]
@@ -122,6 +130,9 @@ async def _put(store: FutureStore, seq_id: int = 1, *, owner: str = "alice", sco
 
 
 class FutureStoreSuite:
+    patience_s = 10.0
+    """Real seconds after which something that should end by itself is called a hang."""
+
     @pytest.fixture
     def storage(self) -> FutureStorage:
         raise NotImplementedError("a subclass says where its stores are opened")
@@ -200,7 +211,7 @@ class FutureStoreSuite:
     async def test_get_without_a_timeout_does_not_wait(self, storage: FutureStorage) -> None:
         store = await storage.open()
         request_id, _ = await _put(store)
-        state = await asyncio.wait_for(store.get(request_id), PATIENCE_S)
+        state = await asyncio.wait_for(store.get(request_id), self.patience_s)
         assert state.encoded is None
 
     async def test_resolve_wakes_all_who_wait_without_time_passing(self, storage: FutureStorage) -> None:
@@ -211,7 +222,7 @@ class FutureStoreSuite:
         other = asyncio.create_task(store.get(other_id, timeout_s=25.0))
         await settle()
         await store.resolve(request_id, _answer())
-        states = await asyncio.wait_for(asyncio.gather(*waiters), PATIENCE_S)
+        states = await asyncio.wait_for(asyncio.gather(*waiters), self.patience_s)
         assert all(state.encoded == _answer() for state in states)
         assert not other.done()
         other.cancel()
@@ -224,7 +235,7 @@ class FutureStoreSuite:
         await storage.clock.advance(24.0)
         assert not waiter.done()
         await storage.clock.advance(1.0)
-        state = await asyncio.wait_for(waiter, PATIENCE_S)
+        state = await asyncio.wait_for(waiter, self.patience_s)
         assert state.encoded is None
 
     async def test_one_who_stops_waiting_takes_nobody_along(self, storage: FutureStorage) -> None:
@@ -235,7 +246,7 @@ class FutureStoreSuite:
         leaves.cancel()
         await settle()
         await store.resolve(request_id, _answer())
-        assert (await asyncio.wait_for(stays, PATIENCE_S)).encoded == _answer()
+        assert (await asyncio.wait_for(stays, self.patience_s)).encoded == _answer()
 
     async def test_pending_are_the_unfinished_oldest_first(self, storage: FutureStorage) -> None:
         store = await storage.open()
@@ -258,6 +269,42 @@ class FutureStoreSuite:
         assert (await store.get(unfinished)).encoded is None
         assert await store.prune(finished_before=between) == 0
 
+    async def test_prune_forgets_what_was_fetched_and_has_ended(self, storage: FutureStorage) -> None:
+        store = await storage.open()
+        fetched, other, pending = [(await _put(store, seq_id))[0] for seq_id in range(3)]
+        for request_id in (fetched, other):
+            await store.resolve(request_id, _answer())
+        assert await store.prune(finished_before=0.0, fetched={fetched, pending, "nobody"}) == 1
+        with pytest.raises(NotFound):
+            await store.get(fetched)
+        assert (await store.get(other)).encoded == _answer()
+        assert (await store.get(pending)).encoded is None
+
+    async def test_prune_forgets_the_oldest_of_an_owner_who_has_too_much(self, storage: FutureStorage) -> None:
+        store = await storage.open()
+        ids: dict[str, list[str]] = {"alice": [], "bob": []}
+        for opening in range(2):
+            for seq_id in range(5):
+                for owner, text in (("alice", "x" * 100), ("bob", "x" * 10)):
+                    ids[owner].append((await _put(store, 5 * opening + seq_id, owner=owner))[0])
+                    await store.resolve(ids[owner][-1], _answer(text))
+                await storage.clock.advance(1.0)
+            assert await store.prune(finished_before=0.0, max_owner_bytes=1000) == 0
+            store = await storage.open()
+        pending, _ = await _put(store, 99)
+        assert await store.prune(finished_before=0.0, max_owner_bytes=350) == 7
+        assert await store.prune(finished_before=0.0, max_owner_bytes=350) == 0
+        for request_id in ids["alice"][:7]:
+            with pytest.raises(NotFound):
+                await store.get(request_id)
+        for request_id in [*ids["alice"][7:], *ids["bob"]]:
+            assert (await store.get(request_id)).encoded is not None
+        assert (await store.get(pending)).encoded is None
+        late, _ = await _put(store, 100)
+        await store.resolve(late, _answer("x" * 100))
+        assert await store.prune(finished_before=0.0, max_owner_bytes=350) == 1
+        assert (await store.get(late)).encoded is not None
+
     async def test_everything_survives_a_restart(self, storage: FutureStorage) -> None:
         store = await storage.open()
         finished, _ = await _put(store, 1)
@@ -277,7 +324,7 @@ class FutureStoreSuite:
         waiter = asyncio.create_task(store.get(request_id, timeout_s=25.0))
         await settle()
         await store.resolve(request_id, _answer(), failed=True)
-        state = await asyncio.wait_for(waiter, PATIENCE_S)
+        state = await asyncio.wait_for(waiter, self.patience_s)
         assert state.encoded == _answer()
         assert state.failed
         assert await store.get(request_id) == state

@@ -1,4 +1,4 @@
-"""Ranks for tests: forked processes with a referee of their own, every one of them ended and accounted for.
+"""Ranks for tests: forked processes with a coordinator of their own, every one of them ended and accounted for.
 
 ``run_ranks`` forks, so torch should be imported in the parent (once, a few seconds) but must not have computed there:
 from a test suite use the ``Zygote``, a process that only imports and forks.
@@ -23,18 +23,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from descant.dist.failure import DistributedFailure, read_report
-from descant.dist.point import Member
-from descant.dist.process import process_status
-from descant.dist.referee import STOP_LIMIT_S, Invitation, RefereeProcess
+from descant.distributed.coordinator.client import Member
+from descant.distributed.coordinator.process import STOP_LIMIT_S, CoordinatorProcess, Rendezvous
+from descant.distributed.failure import DistributedFailure, read_report
+from descant.distributed.process_table import process_status
 
 RANK_EXIT_S = 5.0
 """After the last outcome has come, or a failure: what still runs then is killed, and counts as left over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How one rank ended. ``at`` is when it raised or returned (monotonic seconds), None if it never told."""
+class RankOutcome:
+    """How one rank ended. ``at`` is when it raised or returned (monotonic seconds), None if it never reported."""
 
     value: Any = None
     failure: DistributedFailure | None = None
@@ -45,31 +45,31 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """``marks`` are what ranks told by ``mark`` and when; ``leaked`` the processes that had to be killed although
+    """``marks`` are what ranks reported by ``mark`` and when; ``leaked`` the processes that had to be killed although
     nothing had stopped them."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RankOutcome, ...]
     marks: Mapping[str, float] = field(default_factory=dict)
     leaked: tuple[int, ...] = ()
     report: DistributedFailure | None = None
     ended: float = 0.0
 
 
-class Seat:
+class RankContext:
     """What a rank's program gets."""
 
-    def __init__(self, rank: int, invitation: Invitation, launcher_pids: Mapping[str, int], pipe: int):
+    def __init__(self, rank: int, rendezvous: Rendezvous, launcher_pids: Mapping[str, int], pipe: int):
         self.rank = rank
-        self.invitation = invitation
+        self.rendezvous = rendezvous
         self.pids = launcher_pids
         self._pipe = pipe
 
     @property
     def world(self) -> int:
-        return self.invitation.world
+        return self.rendezvous.world
 
     def join(self, **options: Any) -> Member:
-        return Member.join(self.invitation, self.rank, **options)
+        return Member.join(self.rendezvous, self.rank, **options)
 
     def mark(self, name: str) -> None:
         """Tell the launcher that this happens now. In the pipe before the next instruction."""
@@ -88,7 +88,7 @@ def run_ranks(
     stop_limit_s: float = STOP_LIMIT_S,
     directory: str | None = None,
 ) -> Run:
-    """``program(seat, *args)`` on ``world`` forked ranks. Returns when all have ended, by themselves or by force.
+    """``program(context, *args)`` on ``world`` forked ranks. Returns when all have ended, by themselves or by force.
 
     Stopped ranks are killed once another rank has ended. Nothing is left running whatever happens.
     """
@@ -100,16 +100,18 @@ def run_ranks(
     pids: list[int] = []
     pipes: list[int] = []
     try:
-        with RefereeProcess.start(world, own, stop_limit_s=stop_limit_s) as referee:
+        with CoordinatorProcess.start(world, own, stop_limit_s=stop_limit_s) as coordinator:
             for rank in range(world):
                 read_end, write_end = os.pipe()
                 pid = os.fork()
                 if pid == 0:
                     for descriptor in (*pipes, read_end):
                         os.close(descriptor)
-                    referee.close_in_child()
-                    seat = Seat(rank, referee.invitation, {"referee": referee.process.pid}, write_end)
-                    _run_rank(program, seat, args)
+                    coordinator.close_in_child()
+                    context = RankContext(
+                        rank, coordinator.rendezvous, {"coordinator": coordinator.process.pid}, write_end
+                    )
+                    _run_rank(program, context, args)
                 os.close(write_end)
                 pids.append(pid)
                 pipes.append(read_end)
@@ -128,26 +130,26 @@ def run_ranks(
             shutil.rmtree(own, ignore_errors=True)
 
 
-def _run_rank(program: Callable[..., Any], seat: Seat, args: Sequence[Any]) -> None:
+def _run_rank(program: Callable[..., Any], context: RankContext, args: Sequence[Any]) -> None:
     code = 0
     try:
-        value = program(seat, *args)
-        seat.send(("end", Outcome(value=value, at=time.monotonic())))
+        value = program(context, *args)
+        context.send(("end", RankOutcome(value=value, at=time.monotonic())))
     except DistributedFailure as failure:
-        seat.send(("end", Outcome(failure=failure, at=time.monotonic())))
+        context.send(("end", RankOutcome(failure=failure, at=time.monotonic())))
         code = 1
     except BaseException:
-        seat.send(("end", Outcome(error=traceback.format_exc(), at=time.monotonic())))
+        context.send(("end", RankOutcome(error=traceback.format_exc(), at=time.monotonic())))
         code = 1
     finally:
         os._exit(code)  # no interpreter exit in a fork: it would run the parent's
 
 
 def _attend(pids: list[int], pipes: list[int], limit: float) -> Run:
-    """Read what ranks tell until all have ended."""
+    """Read what ranks report until all have ended."""
     buffers = {descriptor: b"" for descriptor in pipes}
     ranks = {descriptor: rank for rank, descriptor in enumerate(pipes)}
-    outcomes: list[Outcome] = [Outcome() for _ in pids]
+    outcomes: list[RankOutcome] = [RankOutcome() for _ in pids]
     codes: dict[int, int] = {}
     marks: dict[str, float] = {}
     open_pipes = set(pipes)
@@ -184,7 +186,7 @@ def _attend(pids: list[int], pipes: list[int], limit: float) -> Run:
     pids.clear()
     return Run(
         outcomes=tuple(
-            Outcome(value=o.value, failure=o.failure, error=o.error, at=o.at, exit_code=codes[rank])
+            RankOutcome(value=o.value, failure=o.failure, error=o.error, at=o.at, exit_code=codes[rank])
             for rank, o in enumerate(outcomes)
         ),
         marks=marks,

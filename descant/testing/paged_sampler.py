@@ -1,7 +1,7 @@
 """A sampler that keeps what it is given in pages, as the real one keeps keys, and checks them at every step.
 
-Its next token is a pure function of the sequence's whole history as the *pages* tell it (which token each key was
-computed from, with which version), of the seed and the draw: a page lost, shared wrongly, or given out twice changes
+Its next token is a pure function of the sequence's whole history as the *pages* have it (which token each key was
+computed from, with which version), of the seed and the offset: a page lost, shared wrongly, or allocated twice changes
 tokens or raises. A sequence finds its own keys again, and only others' that are of its version throughout.
 """
 
@@ -12,11 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from descant.sample.chance import uniform
-from descant.sample.drafter import Drafter
-from descant.sample.pages import PAGE_TOKENS, pages_for
-from descant.sample.scheduler import SampleLimits, Scheduler, SequenceOutput, SequenceStep, StepPlan
+from descant.prefix import PAGE_TOKENS
+from descant.sample.pages import pages_for
+from descant.sample.plan import SampleLimits, SequenceOutput, SequenceStep, StepPlan
+from descant.sample.rng import uniform
+from descant.sample.scheduler import Scheduler
 from descant.sample.scores import MAX_ALTERNATIVES, PromptChunk, PromptRows
+from descant.sample.speculative import Drafter
 from descant.types import EncodedText, PromptScores, SampleDelta, SampleRequest, SamplingParams, TensorData, Version
 
 VOCAB_SIZE = 100
@@ -25,10 +27,10 @@ EOS = 99
 
 def limits(**changes: object) -> SampleLimits:
     fields: dict = {
-        "max_running": 8,
+        "max_num_seqs": 8,
         "num_pages": 64,
-        "step_tokens": 256,
-        "max_waiting": 100,
+        "max_num_batched_tokens": 256,
+        "max_queued_requests": 100,
         "max_context_length": 1024,
         "vocab_size": VOCAB_SIZE,
         "eos_token_ids": (EOS,),
@@ -41,12 +43,12 @@ def decode_letters(tokens: Iterable[int]) -> str:
     return "".join(chr(ord("a") + token % 26) for token in tokens)
 
 
-def scheduler(*, keeps_prefixes: bool = True, drafter: Drafter | None = None, **changes: object) -> Scheduler:
+def scheduler(*, prefix_caching: bool = True, drafter: Drafter | None = None, **changes: object) -> Scheduler:
     return Scheduler(
         limits(**changes),
         decode_text=decode_letters,
         fresh_seed=lambda: 12345,
-        keeps_prefixes=keeps_prefixes,
+        prefix_caching=prefix_caching,
         drafter=drafter,
     )
 
@@ -65,6 +67,8 @@ def request(
     target_prompt_logprobs: TensorData | None = None,
     prompt_alt_tokens_k: int = 0,
     inflight: bool = False,
+    owner: str = "",
+    prefix_scope: str = "",
     **params: object,
 ) -> SampleRequest:
     return SampleRequest(
@@ -81,6 +85,8 @@ def request(
         prompt_alt_tokens_k=prompt_alt_tokens_k,
         stream=stream,
         inflight=inflight,
+        owner=owner,
+        prefix_scope=prefix_scope,
     )
 
 
@@ -94,13 +100,13 @@ def cell_after(before: Cell | None, version: Version | None, token: int) -> Cell
 
 class PagedFake:
     def __init__(self, num_pages: int, script: dict[int, list[int]] | None = None, *, ahead: bool = False):
-        """``script``: sequence id → the tokens it will draw, instead of the pseudo-random ones. ``ahead``: what a
-        sequence draws next was computed with the weights of its step before, as where a device goes ahead."""
+        """``script``: sequence id → the tokens it will sample, instead of the pseudo-random ones. ``ahead``: what a
+        sequence samples next was computed with the weights of its step before, as where a device goes ahead."""
         self.pages: list[list[Cell | None]] = [[None] * PAGE_TOKENS for _ in range(num_pages)]
         self.script = script or {}
         self.num_tokens = 0
-        self.drawn: dict[int, list[tuple[Version | None, int]]] = {}
-        """By sequence: its tokens, and with which version each was drawn."""
+        self.output_tokens: dict[int, list[tuple[Version | None, int]]] = {}
+        """By sequence: its tokens, and with which version each was sampled."""
         self._ahead = ahead
         self._last: dict[int, SequenceStep] = {}
         self._own: dict[int, list[Cell]] = {}
@@ -111,11 +117,11 @@ class PagedFake:
         steps = [self._launched(step) for step in plan.sequences]
         self._last = {step.sequence: step for step in plan.sequences} if self._ahead else {}
         for step in steps:
-            assert step.tokens, "nothing to compute, so no logits to draw from"
+            assert step.tokens, "nothing to compute, so no logits to sample from"
             self._meet(step)
             own = self._own[step.sequence]
-            for guess in step.draft:
-                own = [*own, cell_after(own[-1], step.version, guess)]
+            for token in step.draft:
+                own = [*own, cell_after(own[-1], step.version, token)]
             for position in range(step.context, len(own)):
                 place = step.pages[position // PAGE_TOKENS], position % PAGE_TOKENS
                 assert place not in written, "two sequences write one cell in one step"
@@ -131,14 +137,16 @@ class PagedFake:
         return replace(step, version=last.version)
 
     def _verified(self, step: SequenceStep) -> SequenceOutput:
-        """Draws as long as the step's guesses come true, each from the history as the pages tell it."""
+        """Samples as long as draft tokens are accepted, each from the history as the pages have it."""
         outputs = [self._output(step)]
-        for place, guess in enumerate(step.draft, start=1):
-            if outputs[-1].tokens != (guess,):
+        for index, token in enumerate(step.draft, start=1):
+            if outputs[-1].tokens != (token,):
                 break
             own = self._own[step.sequence]
-            own.append(cell_after(own[-1], step.version, guess))
-            row = replace(step, tokens=(guess,), context=step.context + place, draw=step.draw + place, draft=())
+            own.append(cell_after(own[-1], step.version, token))
+            row = replace(
+                step, tokens=(token,), context=step.context + index, rng_offset=step.rng_offset + index, draft=()
+            )
             outputs.append(self._output(row))
         if not step.draft:
             return outputs[0]
@@ -180,8 +188,8 @@ class PagedFake:
         prompt = None if step.prompt is None else self._score(step.prompt, step.context + step.prompt.skip, history)
         if not step.sample:
             return SequenceOutput(sequence=step.sequence, version=step.version, prompt=prompt)
-        token = self._draw(step, cells)
-        self.drawn.setdefault(step.sequence, []).append((step.version, token))
+        token = self._sample(step, cells)
+        self.output_tokens.setdefault(step.sequence, []).append((step.version, token))
         return SequenceOutput(
             sequence=step.sequence,
             version=step.version,
@@ -196,7 +204,7 @@ class PagedFake:
         assert chunk.first_row == first_row
         rows = [history[: first_row + i + 1] for i in range(chunk.num_rows)]
         logprobs = np.array([score(row, t) for row, t in zip(rows, chunk.targets.tolist(), strict=True)], np.float32)
-        topk_ids = topk_logprobs = cells = drawn = None
+        topk_ids = topk_logprobs = cells = alternatives = None
         if chunk.topk:
             topk_ids = np.tile(np.arange(chunk.topk, dtype=np.int32), (len(rows), 1))
             topk_logprobs = np.full(topk_ids.shape, -1.0, np.float32)
@@ -204,32 +212,34 @@ class PagedFake:
             owners = np.repeat(np.arange(len(rows)), np.diff(chunk.row_starts))
             pairs = zip(owners.tolist(), chunk.token_ids.tolist(), strict=True)
             cells = np.array([score(rows[owner], token) for owner, token in pairs], np.float32)
-        if k := chunk.num_drawn:
-            draws = [[(first_row + i) * MAX_ALTERNATIVES + j for j in range(k)] for i in range(len(rows))]
-            drawn = np.array([[int(uniform(chunk.seed, d) * VOCAB_SIZE) for d in row] for row in draws], np.int64)
+        if k := chunk.num_alternatives:
+            offsets = [[(first_row + i) * MAX_ALTERNATIVES + j for j in range(k)] for i in range(len(rows))]
+            alternatives = np.array(
+                [[int(uniform(chunk.seed, d) * VOCAB_SIZE) for d in row] for row in offsets], np.int64
+            )
         return PromptRows(
             logprobs=logprobs,
             topk_ids=topk_ids,
             topk_logprobs=topk_logprobs,
             cells=cells,
-            drawn_ids=drawn,
-            drawn_logprobs=None if drawn is None else -drawn.astype(np.float32),
+            alternative_ids=alternatives,
+            alternative_logprobs=None if alternatives is None else -alternatives.astype(np.float32),
         )
 
-    def _draw(self, step: SequenceStep, cells: list[Cell]) -> int:
+    def _sample(self, step: SequenceStep, cells: list[Cell]) -> int:
         if step.sequence in self.script:
-            return self.script[step.sequence][step.draw]
+            return self.script[step.sequence][step.rng_offset]
         total = sum(weight(position, version, token) for position, (version, token, _) in enumerate(cells))
-        return next_token(total, step.seed, step.draw)
+        return next_token(total, step.seed, step.rng_offset)
 
 
 def weight(position: int, version: Version | None, token: int) -> int:
-    """What a key adds to the number that the next token is drawn by."""
+    """What a key adds to the number that the next token is sampled by."""
     return (position + 1) * (token + (7 * version.number if version else 0))
 
 
-def next_token(history: int, seed: int, draw: int) -> int:
-    return int(uniform(seed + history, draw) * VOCAB_SIZE)
+def next_token(history: int, seed: int, offset: int) -> int:
+    return int(uniform(seed + history, offset) * VOCAB_SIZE)
 
 
 def score(history: list[int], target: int) -> float:
@@ -255,7 +265,7 @@ class Finished:
             key = (delta.request_id, delta.sample)
             assert key not in self.reasons, "a delta after the last"
             hits = delta.prompt_cache_hit_tokens
-            assert not hits or delta.request_id not in self.hit_tokens, "hits were told after the first delta"
+            assert not hits or delta.request_id not in self.hit_tokens, "hits were reported after the first delta"
             self.hit_tokens.setdefault(delta.request_id, hits)
             self.tokens.setdefault(key, []).extend(delta.tokens.tolist())
             self.logprobs.setdefault(key, []).extend(delta.logprobs.tolist())

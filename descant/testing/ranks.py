@@ -11,8 +11,8 @@ import multiprocessing
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -21,48 +21,66 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from descant.dist.process import process_status
+from descant.distributed.process_table import process_status
 from descant.errors import DescantError, RankDied, ServerError, UserError
-from descant.model.bank import Adapter
 from descant.model.load import ModelSource, load_model
 from descant.ranks import rank_main
-from descant.ranks.channel import Board, RankChannel, ServerChannel
+from descant.ranks.channel import RankChannel, ServerChannel, TurnStatus
 from descant.ranks.launch import EXIT_TIMEOUT_S, Link, Receive, exit_in_words, start_ranks
-from descant.ranks.messages import ToRank
+from descant.ranks.ops import Microbatch, RankRequest
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
-from descant.ranks.replica_set import ReplicaSet
-from descant.ranks.settings import RankSettings, RankSpec, Seat
-from descant.ranks.turns import Microbatch
-from descant.ranks.worker import Report, Worker, build
-from descant.sample.scheduler import SequenceOutput, StepPlan
+from descant.ranks.roles.sample import SampleRole
+from descant.ranks.roles.train import MicrobatchReport, TrainRole
+from descant.ranks.settings import (
+    RankAssignment,
+    RankSettings,
+    RankSpec,
+    ReplicaSettings,
+    SampleSettings,
+    TrainSettings,
+)
+from descant.ranks.worker import Worker, build
+from descant.sample.plan import SequenceOutput, StepPlan
 from descant.testing.tiny import tiny_model
-from descant.types import Command, ForwardBackward, Result, Version
+from descant.types import ROLES, Command, ForwardBackward, Result, Role, Version
 
-SETTINGS = RankSettings(
-    dtype="float32",
-    device="cpu",
-    num_threads=1,
-    microbatch_tokens=16,
-    kv_bytes=1 << 20,
-    max_running=4,
-    max_waiting=4,
-    step_tokens=32,
-    start_timeout_s=120.0,
-    turn_timeout_s=120.0,
+SETTINGS = ReplicaSettings(
+    rank=RankSettings(
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        start_timeout_s=120.0,
+        turn_timeout_s=120.0,
+        stopped_grace_s=1.0,
+    ),
+    train=TrainSettings(microbatch_tokens=16),
+    sample=SampleSettings(max_num_seqs=4, max_num_batched_tokens=32, max_queued_requests=4, kv_cache_bytes=1 << 20),
 )
 """Small limits, so that passes are shared and split, queues fill, and prompts come in chunks; nothing waits for
 longer than a test should."""
 
 
-def build_tiny(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
+def changed(settings: ReplicaSettings, **groups: Mapping[str, object]) -> ReplicaSettings:
+    """``changed(SETTINGS, train={"microbatch_tokens": 40})``: ``settings`` with some fields of some groups replaced."""
+    return replace(settings, **{name: replace(getattr(settings, name), **of) for name, of in groups.items()})
+
+
+def build_tiny(
+    spec: RankSpec,
+    phase: Callable[[str], None],
+    peers: Peers,
+    *,
+    train: type[TrainRole] = TrainRole,
+    sample: type[SampleRole] = SampleRole,
+) -> Worker:
     torch.set_num_threads(1)
     phase("loading a tiny model")
     source = ModelSource(name="tiny", directory=Path(spec.model))
-    shard = peers.shard if spec.settings.shard_base else None
-    with peers.in_turns("loading", at_once=1):
+    shard = peers.shard if spec.settings.parallel.fsdp else None
+    with peers.staggered("loading", at_once=1):
         model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False, shard=shard)
-    return Worker(model, spec.settings, spec.losses, peers)
+    return Worker(model, spec.settings, spec.losses, peers, roles=spec.roles, train=train, sample=sample)
 
 
 def build_limited(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
@@ -74,21 +92,21 @@ def build_limited(spec: RankSpec, phase: Callable[[str], None], peers: Peers) ->
 
 def build_slow(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     """A training pass lasts until the test has ended the rank."""
-    worker = build_tiny(spec, phase, peers)
+    return build_tiny(spec, phase, peers, train=_Slow)
 
-    def begin_microbatch(turn: Microbatch) -> NoReturn:
+
+class _Slow(TrainRole):
+    def begin(self, op: Microbatch) -> NoReturn:
         time.sleep(3600)
         raise AssertionError
-
-    worker.begin_microbatch = begin_microbatch  # type: ignore[method-assign]
-    return worker
 
 
 def build_odd(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
     """The last rank of several goes wrong where a model's id says so, or requests are to move together, and the others
     do not."""
-    worker = build_tiny(spec, phase, peers)
-    return worker if peers.rank < peers.num_ranks - 1 else _Odd(worker)
+    if peers.rank < peers.num_ranks - 1:
+        return build_tiny(spec, phase, peers)
+    return build_tiny(spec, phase, peers, train=_OddTrain, sample=_OddSample)
 
 
 def build_odd_from_the_start(spec: RankSpec, phase: Callable[[str], None], peers: Peers) -> Worker:
@@ -98,41 +116,36 @@ def build_odd_from_the_start(spec: RankSpec, phase: Callable[[str], None], peers
     return build_tiny(spec, phase, peers)
 
 
-class _Odd(Worker):
-    def __init__(self, worker: Worker):
-        self.__dict__.update(worker.__dict__)
-        bank = self._model.bank
-        hold = bank.hold
+class _OddTrain(TrainRole):
+    def pin(self, model_id: str) -> None:
+        if model_id == "cannot come back":
+            raise ServerError("its file cannot be read here")
+        super().pin(model_id)
 
-        def hold_most(model_id: str) -> Adapter:
-            if model_id == "cannot come back":
-                raise ServerError("its file cannot be read here")
-            return hold(model_id)
-
-        bank.hold = hold_most  # type: ignore[method-assign]
-
-    def begin_microbatch(self, turn: Microbatch) -> Report:
-        models = {part.request[0] for part in turn.parts}
+    def begin(self, op: Microbatch) -> MicrobatchReport:
+        models = {part.request[0] for part in op.parts}
         if "sleeps" in models:
             time.sleep(3600)
         if "breaks" in models:
             raise RuntimeError("secret detail")
-        return super().begin_microbatch(turn)
+        return super().begin(op)
 
-    def _open(self, command: ForwardBackward) -> None:
+    def open(self, command: ForwardBackward) -> None:
         if command.model_id == "has no room":
             raise ServerError("there is no room here")
-        super()._open(command)
+        super().open(command)
 
-    def _row(self, command: Command, loaded: Any) -> Result:
+    def row(self, command: Command, loaded: Any) -> Result:
         if command.model_id == "is alone":
             raise ServerError("there is no disk here")
-        return super()._row(command, loaded)
+        return super().row(command, loaded)
 
-    def acquire(self, version: Version | None, count: int = 1) -> None:
-        if version is not None and (version.model_id == "is not pinned" or count > 1):
+
+class _OddSample(SampleRole):
+    def pin_version(self, version: Version, count: int) -> None:
+        if version.model_id == "is not pinned" or count > 1:
             raise ServerError("its file cannot be read here")
-        super().acquire(version, count)
+        super().pin_version(version, count)
 
     def sample(self, plan: StepPlan | None) -> Sequence[SequenceOutput] | DescantError | None:
         if plan is not None and any(len(step.tokens) == 13 for step in plan.sequences):
@@ -143,10 +156,10 @@ class _Odd(Worker):
 class _ForkedRank:
     """``RankHandle`` of a process that was forked off one which has loaded torch: it begins in milliseconds."""
 
-    def __init__(self, process: Any, channel: ServerChannel, board: Board):
+    def __init__(self, process: Any, channel: ServerChannel, turn_status: TurnStatus):
         self.pid: int = process.pid
         self.node = ""
-        self.board = board
+        self.turn_status = turn_status
         self._process, self._channel = process, channel
         self._ended = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -158,16 +171,16 @@ class _ForkedRank:
         loop.add_reader(process.sentinel, ended)
 
     @classmethod
-    async def start(cls, seat: Seat, receive: Receive) -> _ForkedRank:
+    async def start(cls, assignment: RankAssignment, receive: Receive) -> _ForkedRank:
         ours, theirs = socket.socketpair()
-        board = Board()
-        process = _FORKS.Process(target=_run_forked, args=(theirs, DupFd(board.fd), seat), daemon=True)
+        turn_status = TurnStatus()
+        process = _FORKS.Process(target=_run_forked, args=(theirs, DupFd(turn_status.fd), assignment), daemon=True)
         await asyncio.to_thread(process.start)
         theirs.close()
-        return cls(process, await ServerChannel.open(ours, receive), board)
+        return cls(process, await ServerChannel.open(ours, receive), turn_status)
 
-    def send(self, message: ToRank) -> None:
-        self._channel.send(message)
+    def send(self, request: RankRequest) -> None:
+        self._channel.send(request)
 
     def kill(self) -> None:
         self._process.kill()
@@ -187,34 +200,42 @@ class _ForkedRank:
         return status is not None and status.stopped
 
     def close(self) -> None:
-        self.board.close()
+        self.turn_status.close()
 
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["descant.ranks.rank_main", "descant.ranks.team", "transformers.models.llama.modeling_llama", __name__]
+    ["descant.ranks.rank_main", "descant.ranks.spmd", "transformers.models.llama.modeling_llama", __name__]
 )
 
 
-def _run_forked(channel: socket.socket, board: Any, seat: Seat) -> None:
+def _run_forked(channel: socket.socket, turn_status: Any, assignment: RankAssignment) -> None:
     code = rank_main.run(
-        seat.spec, RankChannel(channel), Board(board.detach()), rank=seat.rank, invitation=seat.invitation
+        assignment.spec,
+        RankChannel(channel),
+        TurnStatus(turn_status.detach()),
+        rank=assignment.rank,
+        rendezvous=assignment.rendezvous,
     )
     os._exit(code)
 
 
 async def start_forked(spec: RankSpec, receive: Receive) -> Link:
-    """A ``Launcher`` for tests: the ranks are real processes, with a referee, and begin quickly. They print to where
-    the first of them did."""
+    """A ``Launcher`` for tests: the ranks are real processes, with a coordinator, and begin quickly. They print
+    to where the first of them did."""
     return await start_ranks(spec, receive, _ForkedRank.start)
 
 
 @asynccontextmanager
 async def tiny_replica(
-    directories: pytest.TempPathFactory, *, settings: RankSettings = SETTINGS, arch: str = "llama"
+    directories: pytest.TempPathFactory,
+    *,
+    settings: ReplicaSettings = SETTINGS,
+    arch: str = "llama",
+    roles: frozenset[Role] = ROLES,
 ) -> AsyncIterator[Replica]:
     """A replica in process, closed at the end; the model is written once a session."""
-    spec = RankSpec(model=str(written(directories, arch)), settings=settings)
+    spec = RankSpec(model=str(written(directories, arch)), settings=settings, roles=roles)
     replica = await Replica.in_process(lambda phase: build_tiny(spec, phase, Peers()), settings)
     try:
         yield replica
@@ -234,14 +255,14 @@ async def tiny_ranks(
     directories: pytest.TempPathFactory,
     num_ranks: int = 2,
     *,
-    settings: RankSettings = SETTINGS,
+    settings: ReplicaSettings = SETTINGS,
     build: str = "build_tiny",
     on_death: Callable[[RankDied], None] | None = None,
 ) -> AsyncIterator[Replica]:
     """A replica of several ranks, each a process of its own, joined by gloo."""
     spec = RankSpec(
         model=str(written(directories)),
-        settings=replace(settings, ranks_per_replica=num_ranks),
+        settings=changed(settings, parallel={"data_parallel_size": num_ranks}),
         build=f"descant.testing.ranks:{build}",
     )
     replica = await Replica.start(spec, launch=start_forked, on_death=on_death)
@@ -249,15 +270,3 @@ async def tiny_ranks(
         yield replica
     finally:
         await replica.close()
-
-
-@asynccontextmanager
-async def tiny_replica_set(
-    directories: pytest.TempPathFactory, num_replicas: int = 2, *, settings: RankSettings = SETTINGS
-) -> AsyncIterator[ReplicaSet]:
-    """As many replicas in process, as one."""
-    async with AsyncExitStack() as stack:
-        replicas = [
-            await stack.enter_async_context(tiny_replica(directories, settings=settings)) for _ in range(num_replicas)
-        ]
-        yield ReplicaSet(replicas)

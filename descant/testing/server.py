@@ -39,15 +39,16 @@ def sent(url: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str
 
 
 @contextmanager
-def serve(model: Path, data_dir: Path, *settings: str) -> Iterator[Server]:
+def serve(model: Path | str, data_dir: Path, *settings: str, cwd: Path | None = None) -> Iterator[Server]:
     """Yields when requests are served; kills the server (and with it its rank) at the end. ``settings``: ``a.b=c``.
-    Its log goes to ``server.log`` beside ``data_dir``."""
+    Its log goes to ``server.log`` beside ``data_dir``. ``cwd``: where it is started, for a ``model`` that is named from
+    there."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "descant.cli", "serve", str(model)]
     for setting in (f"data_dir={data_dir}", "server.port=0", *settings):
         command += ["--set", setting]
     with (data_dir.parent / "server.log").open("ab") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=cwd)
     try:
         assert process.stdout is not None
         printed = []

@@ -74,6 +74,109 @@ PACKABLE: Mapping[str, Mapping[str, Any]] = {
 }
 """Architectures whose sequences meet only inside the attention function."""
 
+SERVED: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
+    "phi3": {**_GQA, "model_type": "phi3"},
+    "gemma3_text": {
+        **_GQA,
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 16,
+        "tie_word_embeddings": True,
+    },
+    "cohere": {**_GQA, "model_type": "cohere", "logit_scale": 0.25},
+    "granite": {
+        **_GQA,
+        "model_type": "granite",
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.2,
+    },
+    "olmo2": {**_GQA, "model_type": "olmo2"},
+}
+"""Beside ``PACKABLE``: transposed weights, fused products, logits that are scaled."""
+
+_MLA: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_ROUTED: Mapping[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+}
+_EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LOCAL: Mapping[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {**_GQA, **_MLA, **_ROUTED, "model_type": "deepseek_v2", "topk_method": "greedy"},
+    "deepseek_v3": {**_GQA, **_MLA, **_ROUTED, "model_type": "deepseek_v3"},
+    "glm4_moe": {**_GQA, **_ROUTED, "model_type": "glm4_moe", "head_dim": 8, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {**_GQA, **_MLA, **_ROUTED, "model_type": "glm4_moe_lite"},
+    "dots1": {**_GQA, **_ROUTED, "model_type": "dots1", "head_dim": 8},
+    "qwen2_moe": {
+        **_GQA,
+        **_EXPERTS,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
+    "qwen3_moe_dense": {**_GQA, **_EXPERTS, "model_type": "qwen3_moe", "head_dim": 16, "mlp_only_layers": [0]},
+    "mixtral": {**_GQA, **_LOCAL, "model_type": "mixtral"},
+    "phimoe": {**_GQA, **_LOCAL, "model_type": "phimoe", "head_dim": 8},
+    "minimax_m2": {**_GQA, **_LOCAL, "model_type": "minimax_m2", "head_dim": 8},
+    "granitemoe": {**_GQA, **_LOCAL, "model_type": "granitemoe"},
+    "olmoe": {**_GQA, **_EXPERTS, "model_type": "olmoe"},
+    "flex_olmo": {**_GQA, **_EXPERTS, "model_type": "flex_olmo"},
+    "hunyuan_v1_moe": {**_GQA, "model_type": "hunyuan_v1_moe", "head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "ernie4_5_moe": {
+        **_GQA,
+        "model_type": "ernie4_5_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 24,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 1,
+    },
+    "exaone_moe": {
+        **_GQA,
+        **_ROUTED,
+        **_EXPERTS,
+        "model_type": "exaone_moe",
+        "head_dim": 8,
+        "num_shared_experts": 1,
+        "sliding_window": 16,
+    },
+    "solar_open": {**_GQA, **_ROUTED, "model_type": "solar_open", "head_dim": 8},
+    "afmoe": {
+        **_GQA,
+        **_EXPERTS,
+        "model_type": "afmoe",
+        "head_dim": 8,
+        "num_shared_experts": 1,
+        "num_dense_layers": 1,
+        "sliding_window": 16,
+    },
+    "lfm2_moe": {
+        **_GQA,
+        **_EXPERTS,
+        "model_type": "lfm2_moe",
+        "layer_types": ["full_attention", "full_attention"],
+        "num_dense_layers": 1,
+    },
+}
+"""Mixtures of experts, which are fused into parameters; most have dense layers or a shared expert beside them."""
+
 NOT_PACKABLE: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": {
         **_GQA,
@@ -108,7 +211,7 @@ NOT_PACKABLE: Mapping[str, Mapping[str, Any]] = {
 }
 """Architectures whose packed sequences would change one another: loading must refuse them or run them one by one."""
 
-ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {**PACKABLE, **NOT_PACKABLE}
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {**PACKABLE, **SERVED, **EXPERTS, **NOT_PACKABLE}
 
 
 def tiny_model(arch: str, directory: str | Path, *, seed: int = 0, **overrides: Any) -> Path:

@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from descant.ckpt.manifest import MANIFEST, encode_manifest
+from descant.ckpt.manifest import MANIFEST, encode_manifest, read_manifest
 from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG, OPTIMIZER
-from descant.errors import DescantError, NotFound, ServerError, UserError
+from descant.errors import Damaged, DescantError, NotFound, ServerError, UserError
 from descant.ports import Trainer
 from descant.types import (
     AdamParams,
@@ -36,20 +36,23 @@ from descant.types import (
     EncodedText,
     ForwardBackward,
     ForwardBackwardOutput,
+    Full,
     LoadState,
-    LoraConfig,
+    Lora,
     Manifest,
     ModelCreated,
     OptimStep,
-    Refused,
+    OptimStepOutput,
+    Rejected,
     Result,
     Snapshot,
     SnapshotRef,
+    Trainable,
     Version,
 )
 
 DEADLINE_S = 120.0
-LORA = LoraConfig(rank=4, seed=1)
+LORA = Lora(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=0.03)
 
 
@@ -81,8 +84,8 @@ class Model:
     def send(self, command: type[Any], **fields: Any) -> asyncio.Future[Result]:
         return self.trainer.submit(cast(Command, command(model_id=self.model_id, seq_id=next(self._seq), **fields)))
 
-    def create(self, lora: LoraConfig = LORA, source: CheckpointSource | None = None) -> asyncio.Future[Result]:
-        return self.trainer.submit(CreateModel(model_id=self.model_id, lora=lora, source=source))
+    def create(self, trainable: Trainable = LORA, source: CheckpointSource | None = None) -> asyncio.Future[Result]:
+        return self.trainer.submit(CreateModel(model_id=self.model_id, trainable=trainable, source=source))
 
     def backward(self, data: tuple[Datum, ...] = DATA, loss_fn: str = "cross_entropy") -> asyncio.Future[Result]:
         return self.send(ForwardBackward, data=data, loss_fn=loss_fn)
@@ -92,6 +95,11 @@ class Model:
 
     def step(self, adam_params: AdamParams = ADAM) -> asyncio.Future[Result]:
         return self.send(OptimStep, adam_params=adam_params)
+
+    async def step_on_zeros(self, adam_params: AdamParams = ADAM) -> None:
+        """On a gradient that is there and zero: what moves the weights are moments and decay."""
+        await result(self.backward((datum([1, 2, 3], weights=[0.0, 0.0, 0.0]),)))
+        await result(self.step(adam_params))
 
     def snapshot(self, kind: str = "training", *, for_disk: bool = True) -> asyncio.Future[Result]:
         return self.send(Snapshot, kind=kind, for_disk=for_disk)
@@ -113,6 +121,10 @@ async def output(future: asyncio.Future[Result]) -> ForwardBackwardOutput:
     return cast(ForwardBackwardOutput, await result(future))
 
 
+async def stepped(future: asyncio.Future[Result]) -> OptimStepOutput:
+    return cast(OptimStepOutput, await result(future))
+
+
 async def error(future: asyncio.Future[Result], kind: type[DescantError] = UserError) -> DescantError:
     with pytest.raises(kind) as caught:
         await result(future)
@@ -125,6 +137,13 @@ async def saved(trainer: Trainer, ref: SnapshotRef, directory: Path, *, optimize
     manifest = await asyncio.wait_for(trainer.save(ref, str(_empty(directory))), DEADLINE_S)
     (directory / MANIFEST).write_bytes(encode_manifest(manifest))
     return CheckpointSource(uri=f"tinker://x/weights/{directory.name}", directory=str(directory), optimizer=optimizer)
+
+
+def without_files(trainable: Trainable, directory: Path) -> CheckpointSource:
+    """A checkpoint of which there is the manifest alone: of a kind that nobody here trains, for instance."""
+    manifest = Manifest(base="", owner="", trainable=trainable, step=1, applied_seq_id=1, has_optimizer=False, files={})
+    (_empty(directory) / MANIFEST).write_bytes(encode_manifest(manifest))
+    return CheckpointSource(uri=f"tinker://x/weights/{directory.name}", directory=str(directory), optimizer=False)
 
 
 def close(one: float, other: float) -> bool:
@@ -170,7 +189,7 @@ class TrainerSuite:
         await result(alone.create())
         await alone.train(3)
         neighbours = [Model(trainer, f"neighbour{i}") for i in range(3)]
-        futures = [together.create(), *(n.create(LoraConfig(rank=8 + i, seed=i)) for i, n in enumerate(neighbours))]
+        futures = [together.create(), *(n.create(Lora(rank=8 + i, seed=i)) for i, n in enumerate(neighbours))]
         for _ in range(3):
             for neighbour in neighbours:
                 futures += [neighbour.backward(OTHER_DATA), neighbour.step(AdamParams(learning_rate=0.3))]
@@ -183,7 +202,7 @@ class TrainerSuite:
     async def _fresh(trainer: Trainer, model_id: str, seed: int) -> Model:
         model = Model(trainer, model_id)
         created = await result(model.create(replace(LORA, seed=seed)))
-        assert created == ModelCreated(model_id=model_id, lora=replace(LORA, seed=seed), step=0)
+        assert created == ModelCreated(model_id=model_id, trainable=replace(LORA, seed=seed), step=0)
         return model
 
     async def test_a_fresh_adapter_is_the_base_model_and_its_seed_counts(
@@ -200,7 +219,7 @@ class TrainerSuite:
     @pytest.mark.parametrize("rank", [0, 257])
     async def test_what_cannot_be_done_is_refused_at_create(self, trainer: Trainer, tmp_path: Path, rank: int) -> None:
         model = Model(trainer)
-        refused = await error(model.create(LoraConfig(rank=rank)))
+        refused = await error(model.create(Lora(rank=rank)))
         assert str(rank) in str(refused)
         await error(model.backward(), NotFound)
 
@@ -215,8 +234,57 @@ class TrainerSuite:
         again = Model(trainer)
         await result(again.create())
         assert await again.loss() == fresh
-        await result(again.step())
+        await again.step_on_zeros()
         assert close(await again.loss(), fresh), "a gradient or moments of the deleted model were used"
+
+    async def test_a_full_model_is_trained_or_refused_as_the_facts_say(self, trainer: Trainer, tmp_path: Path) -> None:
+        model, neighbour = Model(trainer), Model(trainer, "neighbour")
+        await result(neighbour.create())
+        base = await neighbour.loss()
+        if Full.kind not in trainer.facts.trains:
+            assert f"{Full.kind!r}, expected" in str(await error(model.create(Full())))
+            await error(model.backward(), NotFound)
+            await result(model.create())
+            return
+        created = await result(model.create(Full()))
+        assert created == ModelCreated(model_id="model", trainable=Full(), step=0)
+        assert close(await model.loss(), base), "it does not start as the base"
+        await model.train(2)
+        at_snapshot = await model.loss()
+        assert at_snapshot < base
+        assert await neighbour.loss() == base, "the base itself was trained"
+        ref = cast(SnapshotRef, await result(model.snapshot()))
+        assert (ref.trainable, ref.step) == (Full(), 2)
+        source = await saved(trainer, ref, tmp_path / "full")
+        assert read_manifest(source.directory).trainable == Full()
+        await model.train(2)
+        again, into = Model(trainer, "again"), Model(trainer, "into")
+        created = await result(again.create(LORA, source))
+        assert created == ModelCreated(model_id="again", trainable=Full(), step=2)
+        await result(into.create(Full()))
+        await result(into.send(LoadState, source=source))
+        for loaded in (again, into):
+            assert close(await loaded.loss(), at_snapshot)
+            await loaded.train(2)
+            assert close(await loaded.loss(), await model.loss()), "moments or step were not restored"
+        before = await into.loss()
+        adapter = await saved(trainer, cast(SnapshotRef, await result(neighbour.snapshot())), tmp_path / "lora")
+        await error(into.send(LoadState, source=adapter))
+        assert await into.loss() == before
+
+    async def test_a_checkpoint_of_another_kind_is_refused(self, trainer: Trainer, tmp_path: Path) -> None:
+        model, source = Model(trainer), without_files(Full(), tmp_path / "full")
+        await result(model.create())
+        await model.train(1)
+        before = await model.loss()
+        refused = str(await error(model.send(LoadState, source=source)))
+        assert source.uri in refused
+        assert repr(Full.kind) in refused
+        assert await model.loss() == before
+        if Full.kind not in trainer.facts.trains:
+            new = Model(trainer, "new")
+            assert repr(Full.kind) in str(await error(new.create(source=source)))
+            await error(new.backward(), NotFound)
 
     # ------------------------------------------------------------------------------------------------ training
     async def test_output_i_belongs_to_datum_i(self, trainer: Trainer, tmp_path: Path) -> None:
@@ -294,6 +362,52 @@ class TrainerSuite:
         await error(model.step(AdamParams(learning_rate=math.nan)))
         assert await model.loss() == after
 
+    async def test_a_step_without_a_backward_changes_nothing(self, trainer: Trainer, tmp_path: Path) -> None:
+        """Not by the moments of the steps before it, nor by weight decay; also of a model that is new or was loaded."""
+        model, decay = Model(trainer), replace(ADAM, weight_decay=0.5)
+
+        async def idle(model: Model, steps: int) -> None:
+            before = await model.loss()
+            await model.loss()  # a forward is no backward
+            metrics = (await stepped(model.step(decay))).metrics
+            assert metrics == {"grad_norm:mean": 0.0, "step:max": steps, "skipped:max": 1.0}
+            assert await model.loss() == before
+
+        await result(model.create())
+        await idle(model, 0)
+        await model.train(2)
+        await idle(model, 2)
+        source = await saved(trainer, cast(SnapshotRef, await result(model.snapshot())), tmp_path / "a")
+        loaded = Model(trainer, "loaded")
+        await result(loaded.create(LORA, source))
+        await idle(loaded, 2)
+        for each in (model, loaded):
+            await result(each.backward())
+            assert (await stepped(each.step())).metrics["step:max"] == 3, "a step that was skipped was counted"
+        assert close(await model.loss(), await loaded.loss())
+
+    async def test_a_gradient_of_zeros_is_one(self, trainer: Trainer, tmp_path: Path) -> None:
+        model = Model(trainer)
+        await result(model.create())
+        await model.train(2)
+        before = await model.loss()
+        await result(model.backward((datum([1, 2, 3], weights=[0.0, 0.0, 0.0]),)))
+        metrics = (await stepped(model.step())).metrics
+        assert (metrics["grad_norm:mean"], metrics["step:max"]) == (0.0, 3.0)
+        assert "skipped:max" not in metrics
+        assert not close(await model.loss(), before), "the moments did not move the weights"
+
+    async def test_a_snapshot_leaves_the_gradient_to_the_model(self, trainer: Trainer, tmp_path: Path) -> None:
+        one, other = Model(trainer, "one"), Model(trainer, "other")
+        for model in (one, other):
+            await result(model.create())
+            await result(model.backward())
+        ref = cast(SnapshotRef, await result(one.snapshot()))
+        assert ref.has_pending_gradient
+        for model in (one, other):
+            assert (await stepped(model.step())).metrics["grad_norm:mean"] > 0
+        assert close(await one.loss(), await other.loss())
+
     # ------------------------------------------------------------------------------------------------ failures
     async def test_a_failure_is_its_own(self, trainer: Trainer, tmp_path: Path) -> None:
         model, neighbour = Model(trainer), Model(trainer, "neighbour")
@@ -313,7 +427,7 @@ class TrainerSuite:
         await error(bad)
         await error(step)
         assert await model.loss() == before
-        await result(model.step())  # nothing is left to step on
+        await model.step_on_zeros()  # nothing else is left to step on
         assert close(await model.loss(), before), "the failed step kept a gradient"
         await result(model.backward())
         await result(model.step())
@@ -333,18 +447,18 @@ class TrainerSuite:
         await result(neighbour.step())
         assert await neighbour.loss() < before
 
-    async def test_refused_takes_its_place(self, trainer: Trainer, tmp_path: Path) -> None:
+    async def test_rejected_takes_its_place(self, trainer: Trainer, tmp_path: Path) -> None:
         model = Model(trainer)
         await result(model.create())
         refused = [
-            model.send(Refused, message="no such thing", loses_gradient=False),
-            model.send(Refused, message="half a batch", loses_gradient=True),
+            model.send(Rejected, message="no such thing", poisons_gradient=False),
+            model.send(Rejected, message="half a batch", poisons_gradient=True),
         ]
         step = model.step()
         assert [str(await error(future)) for future in refused] == ["no such thing", "half a batch"]
         await error(step)
         await result(model.backward())
-        harmless = model.send(Refused, message="no such thing", loses_gradient=False)
+        harmless = model.send(Rejected, message="no such thing", poisons_gradient=False)
         step = model.step()
         await error(harmless)
         await result(step)
@@ -359,7 +473,7 @@ class TrainerSuite:
         assert ref == SnapshotRef(
             version=Version(model_id="model", number=6),
             kind="sampler",
-            lora=LORA,
+            trainable=LORA,
             step=2,
             applied_seq_id=6,
             has_pending_gradient=True,
@@ -377,7 +491,7 @@ class TrainerSuite:
         expected = {ADAPTER, ADAPTER_CONFIG} | ({OPTIMIZER} if kind == "training" else set())
         assert set(manifest.files) == expected == set(os.listdir(directory)) - {MANIFEST}
         assert all((directory / name).stat().st_size == entry.size_bytes for name, entry in manifest.files.items())
-        assert (manifest.base, manifest.owner, manifest.step, manifest.lora) == ("", "", 1, LORA)
+        assert (manifest.base, manifest.owner, manifest.step, manifest.trainable) == ("", "", 1, LORA)
         assert manifest.has_optimizer == (kind == "training")
         names = load_file(directory / ADAPTER).keys()
         assert all(name.startswith("base_model.model.") and ".lora_" in name for name in names), names
@@ -392,8 +506,8 @@ class TrainerSuite:
         goes_on = await model.loss()
         source = await saved(trainer, ref, tmp_path / "a")
         again = Model(trainer, "again")
-        created = await result(again.create(LoraConfig(rank=16), source))
-        assert created == ModelCreated(model_id="again", lora=LORA, step=2)
+        created = await result(again.create(Lora(rank=16), source))
+        assert created == ModelCreated(model_id="again", trainable=LORA, step=2)
         assert close(await again.loss(), at_snapshot)
         await again.train(2)
         assert close(await again.loss(), goes_on), "moments or step were not restored"
@@ -409,15 +523,15 @@ class TrainerSuite:
         loaded = await result(into.send(LoadState, source=source))
         assert getattr(loaded, "step", None) == 3
         assert close(await into.loss(), at_snapshot)
-        await result(into.step(AdamParams(learning_rate=0.0)))
+        await into.step_on_zeros(AdamParams(learning_rate=0.0))
         assert close(await into.loss(), at_snapshot), "a copy of the weights was left stale"
         weights_only = Model(trainer, "weights only")
         await result(weights_only.create())
         await result(weights_only.send(LoadState, source=replace(source, optimizer=False)))
-        await result(weights_only.step())
-        assert close(await weights_only.loss(), at_snapshot), "moments were loaded that nobody asked for"
+        await weights_only.step_on_zeros()
+        assert close(await weights_only.loss(), at_snapshot), "moments were loaded that were not asked for"
         other = Model(trainer, "other")
-        await result(other.create(LoraConfig(rank=8)))
+        await result(other.create(Lora(rank=8)))
         await error(other.send(LoadState, source=source))
         assert close(await other.loss(), fresh)
 
@@ -438,7 +552,7 @@ class TrainerSuite:
         body = bytearray(path.read_bytes())
         body[-5] ^= 1
         path.write_bytes(body)
-        await error(Model(trainer, "again").create(source=source), ServerError)
+        await error(Model(trainer, "again").create(source=source), Damaged)
 
     async def test_optimizer_state_that_was_never_saved(self, trainer: Trainer, tmp_path: Path) -> None:
         model = Model(trainer)

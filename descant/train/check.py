@@ -1,6 +1,6 @@
 """Everything about a training request that can be refused before a pass. numpy only: the fake trainer checks alike.
 
-A refusal is one ``UserError`` sentence that says where, got and expected; the first problem found is the one told.
+A refusal is one ``UserError`` sentence that says where, got and expected; the first problem found is the one reported.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ of its paper, 3e-4 below and 4e-4 above 1: a mean over a sequence stays far near
 
 NOT_SERVED = ("stable_reinforce", "custom")
 """Losses that the SDK can name and that have no public definition, or that run an uploaded graph."""
+
+IGNORED_TARGET = -100
+"""What torch's cross_entropy and the libraries on it leave out as a target."""
 
 OPTIONAL_INPUTS = frozenset({"weights"})
 
@@ -88,9 +91,13 @@ def check_adam(params: AdamParams) -> None:
 
 
 def _check_loss_fn(loss_fn: str) -> None:
+    if loss_fn == "stable_reinforce":
+        raise UserError(
+            f"loss_fn {loss_fn!r} has no public definition, expected one of {_names(LOSS_FN_INPUTS)}; whoever runs the "
+            "server may say what it is computed as (descant serve --set losses.stable_reinforce=importance_sampling)"
+        )
     if loss_fn in NOT_SERVED:
-        why = "has no public definition" if loss_fn == "stable_reinforce" else "is not served"
-        raise UserError(f"loss_fn {loss_fn!r} {why}, expected one of {_names(LOSS_FN_INPUTS)}")
+        raise UserError(f"loss_fn {loss_fn!r} is not served, expected one of {_names(LOSS_FN_INPUTS)}")
     if loss_fn not in LOSS_FN_INPUTS:
         raise UserError(f"loss_fn is {loss_fn!r}, expected one of {_names(LOSS_FN_INPUTS)}")
 
@@ -124,7 +131,7 @@ def _check_loss_fn_inputs(where: str, datum: Datum, loss_fn: str, facts: ModelFa
             raise UserError(f"{at_targets} has shape {targets.shape}, expected ({length},) or ({length}, K)")
     elif targets.shape != (length,):
         raise UserError(f"{at_targets} has shape {targets.shape}, expected ({length},)")
-    _check_token_ids(at_targets, targets, facts.vocab_size)
+    _check_token_ids(at_targets, targets, facts.vocab_size, hint=_ignored(loss_fn))
 
     for name in names[1:]:
         if name not in datum.loss_fn_inputs:
@@ -144,15 +151,25 @@ def _check_loss_fn_inputs(where: str, datum: Datum, loss_fn: str, facts: ModelFa
             raise UserError(f"{at} is {float(array[position]):g} at {_place(position)}, expected 0 or 1")
 
 
-def _check_token_ids(where: str, tokens: np.ndarray, vocab_size: int) -> None:
+def _check_token_ids(where: str, tokens: np.ndarray, vocab_size: int, hint: str = "") -> None:
+    """``hint``: what to say of ``IGNORED_TARGET``."""
     if tokens.dtype.kind not in "iu":
         raise UserError(f"{where} has dtype {tokens.dtype}, expected integers")
     wrong = (tokens < 0) | (tokens >= vocab_size)
     if wrong.any():
         position = _first(wrong)
+        token_id = int(tokens[position])
         raise UserError(
-            f"{where} has token id {int(tokens[position])} at {_place(position)}, expected 0 to {vocab_size - 1}"
+            f"{where} has token id {token_id} at {_place(position)}, expected 0 to {vocab_size - 1}"
+            + (hint if token_id == IGNORED_TARGET else "")
         )
+
+
+def _ignored(loss_fn: str) -> str:
+    if loss_fn == "dro":
+        return ""  # its quadratic term is there at every position
+    name = "weight" if loss_fn == "cross_entropy" else "advantage"
+    return f"; to leave a position out, give it {name} 0 and any valid id as its target"
 
 
 def _float32(array: np.ndarray) -> np.ndarray:

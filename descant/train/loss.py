@@ -15,7 +15,7 @@ one ratio for the whole datum. Its derivative by each such token's p is -s·A, o
 the paper has it for advantages that differ by token; with one advantage for all it is the exact derivative of the sum.
 
 A token whose weight or advantage is 0 adds exactly 0 (not 0·inf) to all but dro, whose penalty stays. Values may come
-out infinite or NaN: whoever calls decides what that means.
+out infinite or NaN: the caller decides what that means.
 
 Legend: C tokens, K targets a position, P all tokens of a microbatch's S datums, L those of one. All float32 (float64 in
 tests).
@@ -88,7 +88,7 @@ def token_loss(
     return TokenLoss(loss_C=loss_C, dlogprobs_CK=dlogprobs_CK)
 
 
-def wanted(loss_fn: str, arrays: Mapping[str, np.ndarray]) -> NDArray[np.bool_]:
+def loss_mask(loss_fn: str, arrays: Mapping[str, np.ndarray]) -> NDArray[np.bool_]:
     """bool [L]: at which of a datum's tokens the loss can have a derivative that is not 0, whatever the learner's
     log-probabilities are. ``arrays`` as ``train.check.dense_inputs`` makes them."""
     match loss_fn:

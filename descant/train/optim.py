@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from descant.errors import UserError
-from descant.model.passes import to_device
+from descant.model.forward_batch import to_device
 from descant.types import AdamParams
 
 NORM_BLOCK = 64
@@ -23,7 +23,7 @@ MARGIN = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class StepRow:
     """An adapter and the step it is to take, ``step`` counting from 1. Tensors are float32 [row], ``gradient`` is used
     up."""
 
@@ -39,70 +39,12 @@ class Row:
         return self.weights, self.moment1, self.moment2
 
 
-@torch.no_grad()
-def adamw(rows: Sequence[Row], *, limit: float, there: torch.cuda.Event | None = None) -> list[float | Exception]:
-    """One step of each, in place. By row its gradient's norm before clipping, or why it did not step.
-
-    Loshchilov and Hutter 2019, as ``torch.optim.AdamW``: decay is decoupled, both moments are corrected for their
-    start at zero; clipping scales by min(1, grad_clip_norm / (|g| + 1e-6)), as ``torch.nn.utils.clip_grad_norm_``.
-    ``limit``: the largest magnitude a weight may take (the working dtype's). ``UserError`` when a weight would exceed
-    it or a moment would not be finite; weights and moments are as before then.
-
-    All rows are measured before the first steps: the device is waited for once, however many there are. ``there``: on
-    CUDA, when all had their numbers; for what the stream was told after that (a decode step) nobody waits. Three copies
-    of a row, to go back to, cost more than ten times the step itself (a row of 45 MB on CPU: 115 ms against 6). They
-    are made only when the extremes of the row do not already exclude an overflow (``_is_safe``).
-    """
-    with _beside(there):
-        measured = _measure(rows)
-    scales = [_clipping(row.params, norm) for row, (norm, _) in zip(rows, measured, strict=True)]
-    clipped = [(row.gradient, scale) for row, scale in zip(rows, scales, strict=True) if scale != 1.0]
-    if clipped:
-        torch._foreach_mul_([gradient for gradient, _ in clipped], [scale for _, scale in clipped])
-
-    outcomes: list[float | Exception] = [norm for norm, _ in measured]
-    safe: dict[AdamParams, list[Row]] = {}
-    for number, (row, (norm, extremes)) in enumerate(zip(rows, measured, strict=True)):
-        if _is_safe(norm, extremes, row.step, row.params, limit):
-            safe.setdefault(row.params, []).append(row)
-            continue
-        try:
-            _step_or_go_back(row, norm, limit)
-        except Exception as error:  # no memory for the copies is no reason for the others not to step
-            outcomes[number] = error
-    for together in safe.values():
-        _step(together)
-    return outcomes
+Measure = Callable[[Sequence[StepRow]], list[tuple[float, list[float]]]]
+"""By row: its gradient's norm, and the largest magnitude of each of ``state``; NaN where one is NaN. One wait."""
 
 
-@contextmanager
-def _beside(there: torch.cuda.Event | None) -> Iterator[None]:
-    """On a stream of its own, from ``there`` on. Whoever leaves has waited for what it computes: what that reads may
-    change then."""
-    if there is None:
-        yield
-        return
-    stream = _stream(torch.cuda.current_device())
-    stream.wait_event(there)
-    with torch.cuda.stream(stream):
-        yield
-
-
-@cache
-def _stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # what it has to do is short, and somebody waits for it
-
-
-def largest(rows: list[torch.Tensor]) -> torch.Tensor:
-    """float32 [len(rows)]: the largest magnitude of each, NaN where there is one. Waits for nothing."""
-    if rows[0].is_cuda:
-        return torch.stack(torch._foreach_norm(rows, torch.inf))
-    # A norm takes seven times as long here (11 million numbers on one thread: 36 ms against 5).
-    return torch.stack([torch.stack(torch.aminmax(row)) for row in rows]).abs().amax(dim=1)
-
-
-def _measure(rows: Sequence[Row]) -> list[tuple[float, list[float]]]:
-    """The gradient's norm and the largest magnitude of each of ``state``; NaN where one is NaN. One wait."""
+def measure_rows(rows: Sequence[StepRow]) -> list[tuple[float, list[float]]]:
+    """``Measure`` on the rows' own device."""
     gradients = [row.gradient for row in rows]
     extremes = largest([tensor for row in rows for tensor in row.state]).view(-1, 3)
     measured = torch.cat([_norms(gradients)[:, None], extremes.double()], dim=1).tolist()
@@ -111,6 +53,75 @@ def _measure(rows: Sequence[Row]) -> list[tuple[float, list[float]]]:
             # in float64 a finite gradient has a finite norm: the squares of 1e20 are beyond float32
             numbers[0] = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
     return [(norm, extremes) for norm, *extremes in measured]
+
+
+@torch.no_grad()
+def adamw(
+    rows: Sequence[StepRow],
+    *,
+    limit: float,
+    gradients_ready: torch.cuda.Event | None = None,
+    measure: Measure = measure_rows,
+) -> list[float | Exception]:
+    """One step of each, in place. By row its gradient's norm before clipping, or why it did not step.
+
+    Loshchilov and Hutter 2019, as ``torch.optim.AdamW``: decay is decoupled, both moments are corrected for their
+    start at zero; clipping scales by min(1, grad_clip_norm / (|g| + 1e-6)), as ``torch.nn.utils.clip_grad_norm_``.
+    ``limit``: the largest magnitude a weight may take (the working dtype's). ``UserError`` when a weight would exceed
+    it or a moment would not be finite; weights and moments are as before then.
+
+    All rows are measured before the first steps: the device is waited for once, however many there are.
+    ``gradients_ready``: on CUDA, when all had their numbers; what the stream got after that (a decode step) is not
+    waited for. Three copies of a row, to roll back to, cost more than ten times the step itself (a row of 45 MB on CPU:
+    115 ms against 6). They are made only when the extremes of the row do not already exclude an overflow
+    (``_is_safe``). ``measure`` is called once, with all rows.
+    """
+    with _side_stream(gradients_ready):
+        measured = measure(rows)
+    scales = [_clipping(row.params, norm) for row, (norm, _) in zip(rows, measured, strict=True)]
+    clipped = [(row.gradient, scale) for row, scale in zip(rows, scales, strict=True) if scale != 1.0]
+    if clipped:
+        torch._foreach_mul_([gradient for gradient, _ in clipped], [scale for _, scale in clipped])
+
+    outcomes: list[float | Exception] = [norm for norm, _ in measured]
+    safe: dict[AdamParams, list[StepRow]] = {}
+    for number, (row, (norm, extremes)) in enumerate(zip(rows, measured, strict=True)):
+        if _is_safe(norm, extremes, row.step, row.params, limit):
+            safe.setdefault(row.params, []).append(row)
+            continue
+        try:
+            _step_or_roll_back(row, norm, limit)
+        except Exception as error:  # no memory for the copies is no reason for the others not to step
+            outcomes[number] = error
+    for together in safe.values():
+        _step(together)
+    return outcomes
+
+
+@contextmanager
+def _side_stream(gradients_ready: torch.cuda.Event | None) -> Iterator[None]:
+    """On a stream of its own, from ``gradients_ready`` on. On exit what it computed has been waited for: what that
+    reads may change then."""
+    if gradients_ready is None:
+        yield
+        return
+    stream = _stream(torch.cuda.current_device())
+    stream.wait_event(gradients_ready)
+    with torch.cuda.stream(stream):
+        yield
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # its work is short, and waited for
+
+
+def largest(rows: list[torch.Tensor]) -> torch.Tensor:
+    """float32 [len(rows)]: the largest magnitude of each, NaN where there is one. Waits for nothing."""
+    if rows[0].is_cuda:
+        return torch.stack(torch._foreach_norm(rows, torch.inf))
+    # A norm takes seven times as long here (11 million numbers on one thread: 36 ms against 5).
+    return torch.stack([torch.stack(torch.aminmax(row)) for row in rows]).abs().amax(dim=1)
 
 
 def _norms(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -133,7 +144,7 @@ def _clipping(params: AdamParams, norm: float) -> float:
     return min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm > 0 else 1.0
 
 
-def _step(rows: Sequence[Row]) -> None:
+def _step(rows: Sequence[StepRow]) -> None:
     """All of them with the same parameters."""
     params, device = rows[0].params, rows[0].weights.device
     torch._fused_adamw_(
@@ -153,7 +164,7 @@ def _step(rows: Sequence[Row]) -> None:
     )
 
 
-def _step_or_go_back(row: Row, norm: float, limit: float) -> None:
+def _step_or_roll_back(row: StepRow, norm: float, limit: float) -> None:
     before = [tensor.clone() for tensor in row.state]
     _step([row])
     if _within(row.state, limit):

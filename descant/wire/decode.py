@@ -16,12 +16,23 @@ from google.protobuf.message import DecodeError
 
 from descant.errors import UserError
 from descant.types import Datum, EncodedText, ForwardBackward
+from descant.wire import requests
 from descant.wire import tinker_pb2 as pb
+from descant.wire.protobuf import Broken, TooManyFields, check_fields, schema_of, varint
 from descant.wire.requests import Malformed
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_DATUMS = 4096
+"""Of one request; the SDK sends at most 1,024."""
+MAX_CONFIG_ENTRIES = 64
+"""Of ``loss_fn_config``; the losses have three."""
 MAX_DENSE_BYTES = 256 * 2**20
 """What all sparse tensors of a request may become together: a few sent bytes can claim any number of columns."""
+
+FREE_BYTES = 8 * 2**20
+MAX_RATIO = 100
+"""A compressed body may grow to ``FREE_BYTES`` (the SDK sends 5 MB), beyond that this many times: real tokens and
+numbers of that size shrink to a half or a tenth, zeros to a thirty-thousandth."""
 
 PREFIX_BYTES = 256 * 2**10
 """Enough of a body to read its first fields, compressed or not (a zstd block holds at most 128 KiB)."""
@@ -33,6 +44,7 @@ _DTYPES: Mapping[int, np.dtype] = {
     pb.DTYPE_BFLOAT16: np.dtype("<u2"),  # as bits
 }
 _INT64 = np.dtype("<i8")
+_SCHEMA = schema_of(pb.ForwardBackwardRequest.DESCRIPTOR)
 _MAX_NUM_DIMS = 3
 _MAX_DIM = 2**24
 
@@ -42,11 +54,13 @@ class TooLarge(UserError):
 
 
 def decompress(body: bytes, content_encoding: str | None, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The body without its ``Content-Encoding`` (zstd or none), never more than ``max_bytes``. Raises ``UserError``."""
+    """The body without its ``Content-Encoding`` (zstd or none), never more than ``max_bytes`` or ``MAX_RATIO`` allow.
+    Raises ``UserError``."""
     match (content_encoding or "identity").strip().lower():
         case "identity":
             return body
         case "zstd":
+            max_bytes = min(max_bytes, max(FREE_BYTES, MAX_RATIO * len(body)))
             try:
                 size = zstandard.frame_content_size(body)
                 if size <= max_bytes:  # -1: not said, and then max_output_size holds
@@ -61,9 +75,13 @@ def decompress(body: bytes, content_encoding: str | None, *, max_bytes: int = MA
 
 
 def decode_forward_backward(
-    body: bytes, content_encoding: str | None = None, *, max_bytes: int = MAX_BODY_BYTES
+    body: bytes,
+    content_encoding: str | None = None,
+    *,
+    max_bytes: int = MAX_BODY_BYTES,
+    max_dense_bytes: int = MAX_DENSE_BYTES,
 ) -> ForwardBackward:
-    """A ``ForwardBackwardRequest``.
+    """A ``ForwardBackwardRequest``. ``max_dense_bytes``: of its sparse tensors together, when they are dense.
 
     Raises ``Malformed`` (naming the field) when its place is known, also of bytes that are no such message but begin
     like one, with ``answer_at_once`` for chunks that are not served yet; ``UserError`` for what has no place.
@@ -74,16 +92,23 @@ def decode_forward_backward(
     except UserError as error:
         raise unread_forward_backward(body[:PREFIX_BYTES], content_encoding, error.message) from None
     try:
+        check_fields(plain, _SCHEMA)
         message.ParseFromString(plain)
-    except DecodeError:
+    except (Broken, DecodeError):
         sentence = "the body is not a protobuf ForwardBackwardRequest"
+        if plain.startswith(b"{"):
+            sentence = f"the body is JSON, expected protobuf, as the SDK sends it since {requests.oldest_sdk()}"
         raise unread_forward_backward(plain[:PREFIX_BYTES], None, sentence) from None
+    except UserError as error:
+        raise unread_forward_backward(plain[:PREFIX_BYTES], None, error.message) from None
     if not 1 <= len(message.model_id) <= 512:
         raise UserError(f"model_id has {len(message.model_id)} characters, expected 1 to 512")
     if message.seq_id < 1:
-        raise UserError(f"seq_id is {message.seq_id}, expected at least 1")
+        raise UserError(f"seq_id is {message.seq_id}, expected 1 to {2**31 - 1}")
     try:
-        budget = _DenseBudget()
+        if len(message.data) > MAX_DATUMS:
+            raise TooManyFields(f"data has {len(message.data)} datums, expected at most {MAX_DATUMS}")
+        budget = _DenseBudget(max_dense_bytes)
         return ForwardBackward(
             model_id=message.model_id,
             seq_id=message.seq_id,
@@ -97,7 +122,7 @@ def decode_forward_backward(
             error.message,
             message.model_id,
             message.seq_id,
-            loses_gradient=not message.forward_only,
+            poisons_gradient=not message.forward_only,
             answer_at_once=isinstance(error, _NotServed),
         ) from None
 
@@ -107,14 +132,14 @@ class _NotServed(UserError):
 
 
 class _DenseBudget:
-    def __init__(self) -> None:
-        self._left = MAX_DENSE_BYTES
+    def __init__(self, max_bytes: int):
+        self._max_bytes = self._left = max_bytes
 
     def take(self, num_bytes: int, where: str) -> None:
         self._left -= num_bytes
         if self._left < 0:
             raise UserError(
-                f"{where} has {num_bytes} bytes when dense, expected at most {MAX_DENSE_BYTES} in the request's sparse "
+                f"{where} has {num_bytes} bytes when dense, expected at most {self._max_bytes} in the request's sparse "
                 "tensors together"
             )
 
@@ -199,6 +224,8 @@ def _densify(
 
 def _loss_fn_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     """The numbers of the older map, overridden by the newer one, which may hold text as well."""
+    if (count := max(len(message.loss_fn_config), len(message.loss_fn_config_v2))) > MAX_CONFIG_ENTRIES:
+        raise TooManyFields(f"loss_fn_config has {count} entries, expected at most {MAX_CONFIG_ENTRIES}")
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         match value.WhichOneof("value"):
@@ -216,37 +243,32 @@ def _loss_fn_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str
 
 def unread_forward_backward(prefix: bytes, content_encoding: str | None, message: str) -> UserError:
     """The refusal of a ForwardBackwardRequest that is too large or too broken to read: with its place, if its
-    ``PREFIX_BYTES`` tell it, so that what was sent after it does not wait for it.
+    ``PREFIX_BYTES`` hold it, so that what was sent after it does not wait for it.
 
     ``model_id`` and ``seq_id`` are the first two fields, and writers write fields in order. Whether it was a backward
-    is told further on, so the gradient counts as lost.
+    stands further on, so the gradient counts as poisoned. An old SDK's is JSON, and rejected at once: what it would
+    make of the failed future is not known.
     """
+    if prefix.startswith(b"{"):
+        match requests.unread(requests.NotServedRequest, prefix, UserError(message)):
+            case Malformed() as placed:
+                return Malformed(message, placed.model_id, placed.seq_id, poisons_gradient=True, answer_at_once=True)
+            case error:
+                return error
     try:
         if (content_encoding or "").strip().lower() == "zstd":
             prefix = zstandard.ZstdDecompressor().stream_reader(prefix).read(1024)
-        length, start = _varint(prefix, _after_tag(prefix, 0, field=1, wire_type=2))
+        length, start = varint(prefix, _after_tag(prefix, 0, field=1, wire_type=2))
         model_id = prefix[start : start + length].decode()
-        seq_id, _ = _varint(prefix, _after_tag(prefix, start + length, field=2, wire_type=0))
-    except (IndexError, ValueError, zstandard.ZstdError):
+        seq_id, _ = varint(prefix, _after_tag(prefix, start + length, field=2, wire_type=0))
+    except (Broken, IndexError, ValueError, zstandard.ZstdError):
         return UserError(message)
     if not 1 <= len(model_id) <= 512 or not 1 <= seq_id < 2**31:
         return UserError(message)
-    return Malformed(message, model_id, seq_id, loses_gradient=True)
+    return Malformed(message, model_id, seq_id, poisons_gradient=True)
 
 
 def _after_tag(data: bytes, at: int, *, field: int, wire_type: int) -> int:
     if data[at] != field << 3 | wire_type:
         raise ValueError("another field")
     return at + 1
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at ``at`` (seven bits a byte, lowest first) and the index behind it."""
-    value = 0
-    for shift in range(0, 64, 7):
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-    raise ValueError("a number of more than 64 bits")

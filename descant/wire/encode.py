@@ -74,7 +74,8 @@ def _encode_answer(answer: Answer) -> Encoded:
         case OptimStepOutput():
             return _json({"metrics": dict(answer.metrics), "type": "optim_step"})
         case WeightsSaved():
-            return _json({"path": answer.path, "type": "save_weights"})
+            pending = answer.has_pending_gradient
+            return _json({"path": answer.path, "has_pending_gradient": pending, "type": "save_weights"})
         case SamplerWeightsSaved():
             return _json(
                 {

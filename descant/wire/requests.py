@@ -11,23 +11,45 @@ the requests behind it do not wait for one that will never come.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from descant import types
 from descant.errors import UserError
+from descant.wire.integers import Int64, Integers, take_integers
 
 MAX_SEQ_ID = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_NUM_SAMPLES = 1024
 MAX_TOPK = 1024
 """Bounds on what one small body may make us allocate; an engine's own limits are lower."""
-MAX_TARGET_CELLS = 1 << 20
-"""Prompt tokens that one request may ask the log-probability of, beside its own."""
+
+MAX_JSON_BYTES = 64 * 2**10
+"""Of a body that holds no tokens. The largest that the SDK sends say with what a run was begun."""
+MAX_SAMPLE_BYTES = 12 * 2**20
+MAX_SAMPLE_ELEMENTS = 1 << 19
+"""A sampling request's tokens and target cells together. Reading so many takes some 30 ms."""
+MAX_SAMPLE_TEXT_BYTES = 2**20
+"""What a sampling request has beside its arrays of integers: chunks, and texts to stop at."""
+MAX_SAMPLE_FIELDS = 32 * 1024
+"""And how many fields and values that may be: four a chunk."""
+MAX_CHUNKS = 4096
+MAX_STOPS = 1024
 
 Id = Annotated[str, Field(min_length=1, max_length=512)]
 SeqId = Annotated[int, Field(ge=0, le=MAX_SEQ_ID)]
@@ -43,46 +65,89 @@ class Malformed(UserError):
     """
 
     def __init__(
-        self, message: str, model_id: str, seq_id: int, loses_gradient: bool = False, answer_at_once: bool = False
+        self, message: str, model_id: str, seq_id: int, poisons_gradient: bool = False, answer_at_once: bool = False
     ):
         super().__init__(message)
         self.model_id = model_id
         self.seq_id = seq_id
-        self.loses_gradient = loses_gradient
+        self.poisons_gradient = poisons_gradient
         self.answer_at_once = answer_at_once
 
     def __reduce__(self) -> tuple[type, tuple[str, str, int, bool, bool]]:
-        return type(self), (self.message, self.model_id, self.seq_id, self.loses_gradient, self.answer_at_once)
+        return type(self), (self.message, self.model_id, self.seq_id, self.poisons_gradient, self.answer_at_once)
 
 
-class Request(BaseModel):
+class WireModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, protected_namespaces=())
 
 
-class Place(Request):
+class Place(WireModel):
     """Where a request stands among its model's."""
 
     model_id: Id
     seq_id: SeqId
 
 
-R = TypeVar("R", bound=Request)
+R = TypeVar("R", bound=WireModel)
 
 
-def parse(model: type[R], body: bytes) -> R:
-    """A JSON body as ``model``. Raises ``Malformed`` if it holds a ``Place``, else ``UserError``, naming the field."""
+def parse(model: type[R], body: bytes, *, integers: Integers | None = None) -> R:
+    """A JSON body as ``model``. Raises ``Malformed`` if it holds a ``Place``, else ``UserError``, naming the field.
+
+    ``integers``: what ``take_integers`` took out of it. The caller has bounded the body.
+    """
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, context=integers)
     except ValidationError as error:
         message = _sentence(error)
-    if issubclass(model, OrderedRequest):
-        try:
-            place = Place.model_validate_json(body)
-        except ValidationError:
-            pass
-        else:
-            raise Malformed(message, place.model_id, place.seq_id)
-    raise UserError(message)
+    raise unread(model, body, UserError(message)) from None
+
+
+def unread(model: type[WireModel], body: bytes, error: UserError) -> UserError:
+    """``error``, of a JSON body that is wrong, too large (then ``body`` is its beginning) or no JSON at all; as
+    ``Malformed`` if it is an ``OrderedRequest`` and names its place."""
+    place = _place(body) if issubclass(model, OrderedRequest) else None
+    return error if place is None else Malformed(error.message, place.model_id, place.seq_id)
+
+
+def _place(body: bytes) -> Place | None:
+    try:
+        return Place.model_validate_json(body)
+    except ValidationError:
+        pass
+    if (model_id := _MODEL_ID.search(body)) is None or (seq_id := _SEQ_ID.search(body)) is None:
+        return None
+    try:
+        return Place(model_id=model_id[1].decode(), seq_id=int(seq_id[1]))
+    except ValueError:  # no text, or out of range
+        return None
+
+
+_MODEL_ID = re.compile(rb'(?<!\\)"model_id"\s*:\s*"([^"\\]{1,512})"')
+_SEQ_ID = re.compile(rb'(?<!\\)"seq_id"\s*:\s*(\d{1,19})(?=[\s,}])')
+"""In a body that cannot be parsed. A quote behind a backslash is one within a text, and begins no key."""
+
+
+def parse_sample(body: bytes, *, max_elements: int = MAX_SAMPLE_ELEMENTS) -> SampleRequest:
+    """Raises ``UserError``; for what is too much of anything, before anything is made of it."""
+    num_elements = body.count(b",")
+    if num_elements > max_elements:
+        raise UserError(f"the body has {num_elements} elements, expected at most {max_elements}")
+    num_text_bytes = len(body) - 24 * num_elements  # no token id, with its comma and spaces, is longer
+    if num_text_bytes <= MAX_SAMPLE_TEXT_BYTES:
+        for mark in (b"{", b"["):
+            if body.count(mark) > MAX_CHUNKS + 32:
+                raise UserError(f"the body has more than {MAX_CHUNKS} chunks")
+        body, integers = take_integers(body)
+        num_text_bytes = len(body)
+    if num_text_bytes > MAX_SAMPLE_TEXT_BYTES:
+        raise UserError(
+            f"the body has {num_text_bytes} bytes beside token ids, expected at most {MAX_SAMPLE_TEXT_BYTES}"
+        )
+    num_fields = body.count(b",") + body.count(b":")
+    if num_fields > MAX_SAMPLE_FIELDS:
+        raise UserError(f"the body has {num_fields} fields and other values, expected at most {MAX_SAMPLE_FIELDS}")
+    return parse(SampleRequest, body, integers=integers)
 
 
 def _sentence(error: ValidationError) -> str:
@@ -97,7 +162,8 @@ def _sentence(error: ValidationError) -> str:
         case "missing":
             return f"{where} is missing"
         case "value_error":
-            return f"{where} {fault['ctx']['error']}"
+            reason = str(fault["ctx"]["error"])
+            return f"{where}{reason}" if reason.startswith("[") else f"{where} {reason}"
     if fault["type"] == "float_type" and fault["input"] is None:
         return f"{where} is null, as NaN and infinity are sent in JSON; expected a finite number"
     if message.startswith("Input should be "):
@@ -130,27 +196,46 @@ def _served(*values: object) -> Callable[[object], object]:
 # Configuration, sessions
 
 
-class ClientConfigRequest(Request):
+class ClientConfigRequest(WireModel):
     sdk_version: str | None = None
 
 
-class CreateSessionRequest(Request):
-    tags: list[str] = []
+OLDEST_SDK = (0, 25)
+"""Older ones send training data as JSON, which is not served: their first ``forward_backward`` would fail, and whatever
+they send after it would wait for a seq_id that never comes."""
+
+
+def oldest_sdk() -> str:
+    return ".".join(map(str, OLDEST_SDK))
+
+
+def _known_sdk(version: str) -> str:
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version)  # what does not look like a version is another client's
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST_SDK:
+        raise ValueError(
+            f"is {_shown(version)}, expected {oldest_sdk()} or newer: what that SDK sends to train is not served; "
+            f"pip install 'tinker>={oldest_sdk()}'"
+        )
+    return version
+
+
+class CreateSessionRequest(WireModel):
+    tags: Annotated[list[str], FailFast()] = []
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
+    sdk_version: Annotated[str, AfterValidator(_known_sdk)] = ""
     project_id: str | None = None
     display_name: str | None = None
 
 
-class SessionHeartbeatRequest(Request):
+class SessionHeartbeatRequest(WireModel):
     session_id: Id
 
 
-class FinishReason(Request):
+class FinishReason(WireModel):
     type: str
 
 
-class FinishSessionRequest(Request):
+class FinishSessionRequest(WireModel):
     reason: FinishReason
     detail: str | None = None
 
@@ -159,11 +244,11 @@ class FinishSessionRequest(Request):
 # Models
 
 
-class OptimizerConfig(Request):
+class OptimizerConfig(WireModel):
     type: Annotated[str, AfterValidator(_served("adamw"))] = "adamw"
 
 
-class LoraConfig(Request):
+class LoraConfig(WireModel):
     """Ranges are the service's to judge (they depend on the base model)."""
 
     rank: int = 32
@@ -172,8 +257,8 @@ class LoraConfig(Request):
     train_mlp: bool = True
     train_attn: bool = True
 
-    def to_lora(self) -> types.LoraConfig:
-        return types.LoraConfig(
+    def to_lora(self) -> types.Lora:
+        return types.Lora(
             rank=self.rank,
             seed=self.seed,
             train_attn=self.train_attn,
@@ -182,7 +267,7 @@ class LoraConfig(Request):
         )
 
 
-class CreateModelRequest(Request):
+class CreateModelRequest(WireModel):
     session_id: Id
     model_seq_id: SeqId
     base_model: str
@@ -191,19 +276,19 @@ class CreateModelRequest(Request):
     optimizer_config: OptimizerConfig | None = None
 
     @property
-    def lora(self) -> types.LoraConfig:
+    def lora(self) -> types.Lora:
         return (self.lora_config or LoraConfig()).to_lora()
 
 
-class GetInfoRequest(Request):
+class GetInfoRequest(WireModel):
     model_id: Id
 
 
-class OrderedRequest(Request):
+class OrderedRequest(WireModel):
     """A request that takes a place in its model's order; ``parse`` keeps the place when the rest is wrong."""
 
 
-class AdamParams(Request):
+class AdamParams(WireModel):
     learning_rate: NonNegative = 1e-4
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
@@ -339,24 +424,65 @@ class LoadIntoModel:
     optimizer: bool
 
 
-class WeightsInfoRequest(Request):
+class WeightsInfoRequest(WireModel):
     tinker_path: str
+
+
+class NotServedRequest(OrderedRequest):
+    """Any that the protocol has and this server has not, with a place in its model's order."""
+
+    model_id: Id
+    seq_id: SeqId
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Sampling
 
 
-class CreateSamplingSessionRequest(Request):
+class CreateSamplingSessionRequest(WireModel):
     session_id: Id
     sampling_session_seq_id: SeqId
     base_model: str | None = None
     model_path: str | None = None
 
 
-class Chunk(Request):
+_NO_INTEGERS: Int64 = np.zeros(0, np.int64)
+
+
+def _integers(*, ge: int) -> Callable[[object, ValidationInfo], Int64 | None]:
+    """An array of integers from ``ge`` to ``MAX_TOKEN_ID`` that was taken out of the body, or null."""
+
+    def check(value: object, info: ValidationInfo) -> Int64 | None:
+        if value is None:
+            return None
+        taken: Integers = info.context or Integers()
+        array = taken.arrays.get(value) if isinstance(value, str) else None
+        if array is not None and ge <= taken.lowest and taken.highest <= MAX_TOKEN_ID:
+            return array
+        if array is None:
+            if not isinstance(value, list):
+                raise ValueError(f"is {_shown(value)}, expected a list of integers")
+            if not value:
+                return _NO_INTEGERS
+            for i, item in enumerate(value):
+                if not isinstance(item, int) or isinstance(item, bool):
+                    null = ", as NaN and infinity are sent in JSON" if item is None else ""
+                    raise ValueError(f"[{i}] is {_shown(item)}{null}, expected an integer")
+                if not ge <= item <= MAX_TOKEN_ID:
+                    raise ValueError(f"[{i}] is {_shown(item)}, expected {ge} to {MAX_TOKEN_ID}")
+            return np.array(value, np.int64)
+        outside = (array < ge) | (array > MAX_TOKEN_ID)
+        if outside.any():
+            i = int(outside.argmax())
+            raise ValueError(f"[{i}] is {array[i]}, expected {ge} to {MAX_TOKEN_ID}")
+        return array
+
+    return check
+
+
+class Chunk(WireModel):
     type: Annotated[str, AfterValidator(_served("encoded_text"))] = "encoded_text"
-    tokens: list[TokenId] | None = None
+    tokens: Annotated[Int64 | None, PlainValidator(_integers(ge=0))] = None
 
     @model_validator(mode="after")
     def _has_tokens(self) -> Chunk:
@@ -365,17 +491,21 @@ class Chunk(Request):
         return self
 
 
-class Prompt(Request):
-    chunks: list[Chunk]
+class Prompt(WireModel):
+    chunks: Annotated[list[Chunk], FailFast()]
 
     @model_validator(mode="after")
     def _not_empty(self) -> Prompt:
-        if not any(chunk.tokens for chunk in self.chunks):
+        if not any(chunk.tokens is not None and chunk.tokens.size for chunk in self.chunks):
             raise ValueError("has no tokens, expected at least one")
         return self
 
     def to_model_input(self) -> types.ModelInput:
-        return tuple(types.EncodedText(tokens=np.array(chunk.tokens, dtype=np.int32)) for chunk in self.chunks)
+        return tuple(
+            types.EncodedText(tokens=chunk.tokens.astype(np.int32))
+            for chunk in self.chunks
+            if chunk.tokens is not None  # never, by the validator above
+        )
 
 
 def _stop(value: object) -> tuple[int, ...] | tuple[str, ...] | None:
@@ -385,6 +515,8 @@ def _stop(value: object) -> tuple[int, ...] | tuple[str, ...] | None:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list):
+        if len(value) > MAX_STOPS:
+            raise ValueError(f"has {len(value)} elements, expected at most {MAX_STOPS}")
         if all(isinstance(item, str) for item in value):
             if "" in value:
                 raise ValueError("holds an empty string, expected at least one character")
@@ -399,11 +531,11 @@ def _stop(value: object) -> tuple[int, ...] | tuple[str, ...] | None:
 
 def _top_k(value: int) -> int:
     if value != -1 and not 1 <= value <= MAX_TOKEN_ID:
-        raise ValueError(f"is {_shown(value)}, expected -1 (off) or at least 1")
+        raise ValueError(f"is {_shown(value)}, expected -1 (off) or 1 to {MAX_TOKEN_ID}")
     return value
 
 
-class SamplingParams(Request):
+class SamplingParams(WireModel):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[tuple[int, ...] | tuple[str, ...] | None, PlainValidator(_stop)] = None
@@ -422,28 +554,36 @@ class SamplingParams(Request):
         )
 
 
-Index = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Dim = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Indices = Annotated[Int64 | None, PlainValidator(_integers(ge=0))]
 
 
-class TargetTokens(Request):
+def _cells(value: object, info: ValidationInfo) -> Int64:
+    cells = _integers(ge=-1)(value, info)
+    if cells is None:
+        raise ValueError("is null, expected a list of integers")
+    return cells
+
+
+class TargetTokens(WireModel):
     """A ``TensorData`` of token ids, int64 [N - 1, K], dense or CSR; -1: none."""
 
-    data: Annotated[list[Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)]], Field(max_length=MAX_TARGET_CELLS)]
+    data: Annotated[Int64, PlainValidator(_cells)]
     dtype: Literal["int64"]
-    shape: Annotated[list[Index], Field(min_length=2, max_length=2)]
-    sparse_crow_indices: list[Index] | None = None
-    sparse_col_indices: list[Index] | None = None
+    shape: Annotated[list[Dim], Field(min_length=2, max_length=2), FailFast()]
+    sparse_crow_indices: Indices = None
+    sparse_col_indices: Indices = None
 
     @model_validator(mode="after")
     def _consistent(self) -> TargetTokens:
         rows, cols = self.shape
-        if self.sparse_crow_indices is None or self.sparse_col_indices is None:
-            if self.sparse_crow_indices is not None or self.sparse_col_indices is not None:
+        crow, col = self.sparse_crow_indices, self.sparse_col_indices
+        if crow is None or col is None:
+            if crow is not None or col is not None:
                 raise ValueError("has one of sparse_crow_indices and sparse_col_indices, expected both or neither")
             if len(self.data) != rows * cols:
                 raise ValueError(f"has {len(self.data)} elements, expected {rows * cols} by shape {self.shape}")
             return self
-        crow, col = np.array(self.sparse_crow_indices), np.array(self.sparse_col_indices)
         if len(crow) != rows + 1 or crow[0] != 0 or crow[-1] != len(self.data) or (np.diff(crow) < 0).any():
             raise ValueError(
                 f"has {len(crow)} sparse_crow_indices, expected {rows + 1} that rise from 0 to {len(self.data)}"
@@ -453,16 +593,15 @@ class TargetTokens(Request):
         return self
 
     def to_tensor(self) -> types.TensorData:
-        sparse = self.sparse_crow_indices is not None
         return types.TensorData(
-            data=np.array(self.data, np.int64),
+            data=self.data,
             shape=tuple(self.shape),
-            sparse_crow_indices=np.array(self.sparse_crow_indices, np.int64) if sparse else None,
-            sparse_col_indices=np.array(self.sparse_col_indices, np.int64) if sparse else None,
+            sparse_crow_indices=self.sparse_crow_indices,
+            sparse_col_indices=self.sparse_col_indices,
         )
 
 
-class SampleRequest(Request):
+class SampleRequest(WireModel):
     sampling_session_id: Id
     seq_id: SeqId
     num_samples: Annotated[int, Field(ge=1, le=MAX_NUM_SAMPLES)] = 1
@@ -474,16 +613,18 @@ class SampleRequest(Request):
     target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOPK)] | None = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)] | None = None
-    record_stability_info: Annotated[bool | None, AfterValidator(_served(False, None))] = None
+    record_stability_info: bool | None = None
+    """Taken, and nothing is recorded: it is for ``stable_reinforce`` alone, and no loss that is computed in its place
+    reads more than the log-probabilities, which every sample has."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Futures
 
 
-class CancelFutureRequest(Request):
+class CancelFutureRequest(WireModel):
     request_id: Id
 
 
-class RetrieveFutureRequest(Request):
+class RetrieveFutureRequest(WireModel):
     request_id: Id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest_asyncio
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.service.backends import Backend
+from descant.testing.cleanup import SharedReplica
 from descant.testing.engine import EngineSuite
-from descant.testing.ranks import SETTINGS
-from descant.testing.tidy import Tidy
+from descant.testing.ranks import SETTINGS, changed
 from descant.testing.trainer import TrainerSuite
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 async def replica(request: pytest.FixtureRequest, join: Any, tiny: Path) -> AsyncIterator[Replica]:
-    settings = replace(SETTINGS, ranks_per_replica=request.param)
+    settings = changed(SETTINGS, parallel={"data_parallel_size": request.param})
     wanted = RankSpec(model=str(tiny), settings=settings, build="descant.testing.ranks:build_tiny")
     async with join() as cluster:
         [[spec]] = await cluster.specs([wanted])
@@ -35,14 +34,14 @@ async def replica(request: pytest.FixtureRequest, join: Any, tiny: Path) -> Asyn
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def trainer(replica: Replica) -> AsyncIterator[Tidy]:
-    tidy = Tidy(replica)
-    yield tidy
-    await tidy.tidy()
+async def trainer(replica: Replica) -> AsyncIterator[SharedReplica]:
+    shared = SharedReplica(replica)
+    yield shared
+    await shared.clean_up()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def backend(trainer: Tidy) -> Backend:
+async def backend(trainer: SharedReplica) -> Backend:
     return Backend(facts=trainer.facts, trainer=trainer, engine=trainer)
 
 

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from descant.ranks.ray_cluster import RayCluster
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.testing.engine import request, sampled
-from descant.testing.ranks import SETTINGS
+from descant.testing.ranks import SETTINGS, changed
 from descant.testing.server import START_S
 from descant.testing.trainer import Model, result
 
@@ -34,7 +33,7 @@ STORE_BYTES = 80 << 20
 def spec(tiny: Path, **settings: Any) -> RankSpec:
     return RankSpec(
         model=str(tiny),
-        settings=replace(SETTINGS, **settings),
+        settings=changed(SETTINGS, **settings),
         build="descant.testing.ranks:build_tiny",
     )
 
@@ -101,7 +100,7 @@ async def test_each_replica_has_a_gpu_until_its_node_is_lost(join: Join, two_nod
     node = two_nodes.add_node(num_cpus=2, num_gpus=2, object_store_memory=STORE_BYTES)
     deaths: list[RankDied] = []
     async with join(placement_timeout_s=15.0) as cluster:
-        [wanted] = await cluster.specs([spec(tiny, device="auto")])
+        [wanted] = await cluster.specs([spec(tiny, rank={"device": "auto"})])
         async with asyncio.TaskGroup() as group:
             starting = [
                 group.create_task(Replica.start(each, launch=cluster.start, on_death=deaths.append)) for each in wanted
@@ -127,7 +126,7 @@ async def test_each_replica_has_a_gpu_until_its_node_is_lost(join: Join, two_nod
 async def test_a_replica_of_two_ranks_on_two_nodes(join: Join, tiny: Path) -> None:
     deaths: list[RankDied] = []
     async with join() as cluster:
-        [[wanted]] = await cluster.specs([spec(tiny, ranks_per_replica=2, num_threads=2)])
+        [[wanted]] = await cluster.specs([spec(tiny, parallel={"data_parallel_size": 2}, rank={"num_threads": 2})])
         async with started(cluster, wanted, deaths) as replica:
             first, second = replica.pids
             assert psutil.Process(first).parents()[1] != psutil.Process(second).parents()[1]
@@ -154,7 +153,7 @@ async def test_a_replica_of_two_ranks_on_two_nodes(join: Join, tiny: Path) -> No
 
 async def test_room_that_there_is_not_is_refused_in_time(join: Join, two_nodes: Any, tiny: Path) -> None:
     async with join(placement_timeout_s=1.0) as cluster:
-        [wanted] = await cluster.specs([spec(tiny, num_threads=3)])
+        [wanted] = await cluster.specs([spec(tiny, rank={"num_threads": 3})])
         with pytest.raises(ServerError) as caught:
             await Replica.start(wanted[0], launch=cluster.start)
         assert f"had no room for {tiny} within 1 s: asked for 3 CPUs on one node; it has 2 nodes (" in str(caught.value)
@@ -164,10 +163,10 @@ async def test_room_that_there_is_not_is_refused_in_time(join: Join, two_nodes: 
 
 async def test_a_directory_that_is_not_shared_is_refused(join: Join, tiny: Path, tmp_path: Path) -> None:
     async with join(data_dir=tmp_path) as cluster:
-        (tmp_path / "ray-proof").write_text("another machine's")
+        (tmp_path / "ray-probe").write_text("another machine's")
         with pytest.raises(ServerError, match=f"does not see the server's data_dir {tmp_path} .* all nodes share"):
             await Replica.start(spec(tiny), launch=cluster.start)
-    assert not (tmp_path / "ray-proof").exists()
+    assert not (tmp_path / "ray-probe").exists()
 
 
 async def test_a_rank_that_crashes_as_it_starts_says_what_it_printed(join: Join) -> None:

@@ -59,7 +59,7 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 
 def test_two_replicas_on_two_nodes(two_nodes: Any, tiny: Path, tmp_path: Path) -> None:
-    wanted = f"ray.address={two_nodes.address}", "rank.replicas=2", "rank.num_threads=2"
+    wanted = f"ray.address={two_nodes.address}", "parallel.replicas=2", "rank.num_threads=2"
     with serve(tiny, tmp_path / "data", *wanted) as server:
         service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
 

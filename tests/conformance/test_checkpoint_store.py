@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from descant.ckpt.store import DirCheckpointStore
-from descant.errors import DescantError
+from descant.errors import DescantError, NotFound
 from descant.testing.checkpoint_store import CheckpointStoreSuite
 from descant.testing.fakes import FakeCheckpointStore
 from descant.types import Checkpoint, CheckpointName, Manifest
@@ -48,7 +48,7 @@ class DirtyAttempt(FakeCheckpointStore):
 class VisibleEarly(FakeCheckpointStore):
     async def attempt(self, name: CheckpointName) -> str:
         path = await super().attempt(name)
-        self._checkpoints.setdefault(name, None)  # type: ignore[arg-type]
+        self._checkpoints.setdefault(name, Checkpoint(name=name, directory=path, manifest=None))  # type: ignore[arg-type]
         return path
 
 
@@ -57,6 +57,19 @@ class Unchecked(FakeCheckpointStore):
         checkpoint = Checkpoint(name=name, directory=attempt, manifest=manifest)
         self._checkpoints[name] = checkpoint
         return checkpoint
+
+
+class OpensDamaged(FakeCheckpointStore):
+    async def open(self, name: CheckpointName) -> Checkpoint:
+        if name not in self._checkpoints:
+            raise NotFound(name.uri)
+        return self._checkpoints[name]
+
+
+class DeletesWhole(FakeCheckpointStore):
+    async def delete(self, name: CheckpointName) -> None:
+        await self.open(name)
+        await super().delete(name)
 
 
 class KeepsOld(FakeCheckpointStore):
@@ -137,6 +150,9 @@ class Lowers(FakeCheckpointStore):
         (VisibleEarly, "test_absent_until_committed", ()),
         (Unchecked, "test_an_attempt_that_is_not_whole_is_refused", ("missing",)),
         (Unchecked, "test_an_attempt_that_is_not_whole_is_refused", ("shorter",)),
+        (OpensDamaged, "test_a_damaged_one_is_not_opened_and_can_be_deleted", ("a file is missing",)),
+        (OpensDamaged, "test_a_damaged_one_is_not_opened_and_can_be_deleted", ("the manifest is cut",)),
+        (DeletesWhole, "test_a_damaged_one_is_not_opened_and_can_be_deleted", ("a file is shorter",)),
         (KeepsOld, "test_a_commit_replaces_an_older_one", ()),
         (RemovesOldFirst, "test_a_failed_replacement_leaves_the_older_one", ()),
         (AbandonsAll, "test_abandon_removes_an_attempt_and_nothing_else", ()),

@@ -10,19 +10,32 @@ from typing import Any
 import numpy as np
 import pytest
 
-from descant.errors import DescantError, Overloaded
+from descant.errors import DescantError, Overloaded, UserError
 from descant.service.backends import Backend
 from descant.testing.engine import EngineSuite
-from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld, Weights
-from descant.testing.ranks import tiny_ranks, tiny_replica, tiny_replica_set
-from descant.types import PromptScores, SampleDelta, SampleRequest, SnapshotRef, StopReason, Version
+from descant.testing.fake_model import Weights
+from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
+from descant.testing.pools import BOTH, SAMPLES, TRAINS, FakeReplica, Pools, tiny_pools
+from descant.testing.ranks import tiny_ranks, tiny_replica
+from descant.types import (
+    EngineCapabilities,
+    Lora,
+    PromptScores,
+    SampleDelta,
+    SampleRequest,
+    SnapshotRef,
+    StopReason,
+    TrainableKind,
+    Version,
+    input_length,
+)
 
 
 class TestFakeEngine(EngineSuite):
-    @pytest.fixture
-    async def backend(self) -> Backend:
-        world = FakeWorld()
-        return Backend(facts=world.facts, trainer=FakeTrainer(world), engine=FakeEngine(world, max_running=8))
+    @pytest.fixture(params=[("lora", "full"), ("lora",)], ids=["both kinds", "adapters"])
+    async def backend(self, request: pytest.FixtureRequest) -> Backend:
+        world = FakeWorld(trains=frozenset[TrainableKind](request.param))
+        return Backend(facts=world.facts, trainer=FakeTrainer(world), engine=FakeEngine(world, max_num_seqs=8))
 
 
 class TestReplica(EngineSuite):
@@ -39,11 +52,40 @@ class TestReplicaOfTwoRanks(EngineSuite):
             yield Backend(facts=replica.facts, trainer=replica, engine=replica)
 
 
-class TestReplicaSet(EngineSuite):
+class TestPoolOfFakes(EngineSuite):
+    @pytest.fixture(params=[(BOTH,), (BOTH, BOTH)], ids=["one", "two"])
+    async def backend(self, request: pytest.FixtureRequest) -> Backend:
+        return Pools([FakeReplica(max_num_seqs=8 // len(request.param)) for _ in request.param], request.param).backend
+
+
+class TestPoolOfFakesApart(EngineSuite):
+    """Two worlds, or three, that share nothing: what is sampled came through files."""
+
+    @pytest.fixture(params=[(TRAINS, SAMPLES), (TRAINS, TRAINS, SAMPLES, SAMPLES)], ids=["one of each", "two of each"])
+    async def backend(self, request: pytest.FixtureRequest) -> AsyncIterator[Backend]:
+        # Steps take long enough for files to come while a request runs.
+        replicas = [FakeReplica(max_num_seqs=16 // len(request.param), step_s=0.02) for _ in request.param]
+        yield Pools(replicas, request.param).backend
+        for roles, replica in zip(request.param, replicas):
+            assert not replica.world.adapters or "train" in roles
+            assert not replica.world.published or "sample" in roles
+            assert all(ref.directory is not None for ref in replica.published)
+
+
+class TestPool(EngineSuite):
     @pytest.fixture
     async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
-        async with tiny_replica_set(tmp_path_factory) as replicas:
-            yield Backend(facts=replicas.facts, trainer=replicas, engine=replicas)
+        async with tiny_pools(tmp_path_factory, (BOTH, BOTH)) as pools:
+            yield pools.backend
+
+
+class TestPoolApart(EngineSuite):
+    """A replica that only trains and one that only samples."""
+
+    @pytest.fixture
+    async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:
+        async with tiny_pools(tmp_path_factory, (TRAINS, SAMPLES)) as pools:
+            yield pools.backend
 
 
 # ---------------------------------------------------------------------------------- broken on purpose, once per clause
@@ -120,6 +162,11 @@ class KeepsAcrossVersions(FakeEngine):
         return super()._keep(replace(request, version=None))
 
 
+class KeepsForAll(FakeEngine):
+    def _keep(self, request: SampleRequest) -> int:
+        return super()._keep(replace(request, prefix_scope=""))
+
+
 class FirstScoreIsZero(Altered):
     def alter(self, delta: SampleDelta) -> list[SampleDelta]:
         if delta.prompt is None or delta.prompt.logprobs is None:
@@ -136,6 +183,11 @@ class Requested(FakeEngine):
     async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
         async for delta in super().sample(self.wanted(request)):
             yield delta
+
+
+class FirstComeFirstServed(Requested):
+    def wanted(self, request: SampleRequest) -> SampleRequest:
+        return replace(request, owner="")
 
 
 class StreamsNothing(Requested):
@@ -177,6 +229,15 @@ class ShortByDefault(Requested):
     def wanted(self, request: SampleRequest) -> SampleRequest:
         params = request.sampling_params
         return replace(request, sampling_params=replace(params, max_tokens=params.max_tokens or 3))
+
+
+class KeepsAPlace(FakeEngine):
+    """In the context, for the token that is sampled."""
+
+    def _check(self, request: SampleRequest) -> None:
+        if input_length(request.prompt) == self.world.facts.max_context_length:
+            raise UserError("prompt fills the context")
+        super()._check(request)
 
 
 class OneTemperatureScores(FakeEngine):
@@ -264,6 +325,14 @@ class PublishesAnything(FakeEngine):
         await super().publish(ref)
 
 
+class TakesAnyKind(FakeEngine):
+    def __init__(self, world: FakeWorld, **options: Any):
+        super().__init__(world, capabilities=EngineCapabilities(), **options)
+
+    async def publish(self, ref: SnapshotRef) -> None:
+        await super().publish(replace(ref, trainable=Lora()))
+
+
 class PublishesTheLive(FakeEngine):
     async def publish(self, ref: SnapshotRef) -> None:
         await super().publish(ref)
@@ -283,7 +352,7 @@ class ReadsBadly(FakeEngine):
     async def publish(self, ref: SnapshotRef) -> None:
         await super().publish(ref)
         if ref.directory is not None:
-            self.world.published[ref.version].b *= 0.5
+            self.world.published[ref.version].arrays[1] *= 0.5
 
 
 class NeverMoves(Requested):
@@ -326,7 +395,7 @@ class Leaks(FakeEngine):
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[SampleDelta]:
         held = getattr(self, "held", 0)
-        if held >= self.max_running:
+        if held >= self.max_num_seqs:
             raise Overloaded("full")
         self.held = held + 1
         async for delta in super().sample(request):
@@ -368,11 +437,13 @@ class ChecksVaguely(FakeEngine):
         (IgnoresStop, "test_stop_in_all_its_forms", ()),
         (CutsTheStop, "test_stop_in_all_its_forms", ()),
         (ShortByDefault, "test_max_tokens_none_fills_the_context", ()),
+        (KeepsAPlace, "test_a_prompt_may_fill_the_context", ()),
         (OneTemperatureScores, "test_logprobs_are_of_the_scaled_distribution", ()),
         (SaysHitsEveryTime, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
         (SaysNoHits, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
         (CountsSamplesAsHits, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
         (KeepsAcrossVersions, "test_a_prompt_that_comes_again_is_not_computed_again", ()),
+        (KeepsForAll, "test_a_prompt_is_kept_for_its_own_scope_alone", ()),
         (PromptEveryTime, "test_prompt_scores_come_once", ()),
         (FirstScoreIsZero, "test_prompt_scores_come_once", ()),
         (ScoresAll, "test_only_the_last_of_a_prompt", ()),
@@ -388,6 +459,8 @@ class ChecksVaguely(FakeEngine):
         (PublishesAnything, "test_a_version_that_nobody_took", ()),
         (PublishesTheLive, "test_a_version_does_not_change_while_training_goes_on", ()),
         (ForgetsWithTheModel, "test_a_version_outlives_its_model", ()),
+        (TakesAnyKind, "test_a_full_model_is_sampled_or_refused_as_the_capabilities_say", ()),
+        (ScoresTheBase, "test_a_full_model_is_sampled_or_refused_as_the_capabilities_say", ()),
         (ReadsBadly, "test_a_version_from_a_checkpoint_is_the_one_that_was_saved", ()),
         (ReleasesTheRunning, "test_a_release_leaves_running_requests_alone", ()),
         (NeverMoves, "test_inflight_goes_on_with_newer_weights", ()),
@@ -401,6 +474,8 @@ class ChecksVaguely(FakeEngine):
         (CancelsAll, "test_cancel_ends_a_request_alone", ()),
         (Leaks, "test_closing_the_iterator_cancels", ()),
         (Unbounded, "test_a_full_queue_says_so_and_the_others_end", ()),
+        (FirstComeFirstServed, "test_a_queue_that_one_owner_has_filled_has_room_for_another", ()),
+        (Unbounded, "test_a_queue_that_one_owner_has_filled_has_room_for_another", ()),
         (ChecksNothing, "test_bad_input_is_refused_by_name", ({"max_tokens": 0}, "max_tokens")),
         (ChecksVaguely, "test_bad_input_is_refused_by_name", ({"top_p": 0.0}, "top_p")),
     ],
@@ -409,6 +484,6 @@ async def test_the_suite_sees_a_broken_engine(
     broken: type[FakeEngine], clause: str, arguments: tuple[Any, ...], tmp_path: Path
 ) -> None:
     world = FakeWorld()
-    backend = Backend(facts=world.facts, trainer=FakeTrainer(world), engine=broken(world, max_running=8))
+    backend = Backend(facts=world.facts, trainer=FakeTrainer(world), engine=broken(world, max_num_seqs=8))
     with pytest.raises((AssertionError, pytest.fail.Exception, DescantError, KeyError)):
         await getattr(EngineSuite(), clause)(backend, tmp_path, *arguments)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from descant.errors import NotFound
 from descant.ports import FutureStore
 from descant.service.database import Database
-from descant.service.futures import SqlFutureStore
+from descant.service.future_store import SqlFutureStore
 from descant.testing.clock import FakeClock, settle
 from descant.testing.future_store import FakeFutureDisk, FakeFutureStore, FutureStoreSuite
 from descant.types import Encoded, FutureKey, FutureState
@@ -164,15 +166,38 @@ class PendingForEver(FakeFutureStore):
 
 
 class PrunesUnfinished(FakeFutureStore):
-    async def prune(self, *, finished_before: float) -> int:
+    async def prune(self, **bounds: Any) -> int:
         for row in self._disk.rows.values():
             row.finished_at = row.finished_at or 1.0
-        return await super().prune(finished_before=finished_before)
+        return await super().prune(**bounds)
 
 
 class PrunesByNow(FakeFutureStore):
-    async def prune(self, *, finished_before: float) -> int:
-        return await super().prune(finished_before=self._clock.now() + 1)
+    async def prune(self, **bounds: Any) -> int:
+        return await super().prune(**bounds | {"finished_before": self._clock.now() + 1})
+
+
+class PrunesWhoeverIsLarge(FakeFutureStore):
+    """All that an owner has who has too much."""
+
+    async def prune(self, *, max_owner_bytes: int | None = None, **bounds: Any) -> int:
+        sizes: Counter[str] = Counter()
+        for row in self._disk.rows.values():
+            sizes[row.state.owner] += len(row.state.encoded.body) if row.state.encoded else 0
+        large = {owner for owner, size in sizes.items() if size > (max_owner_bytes or size)}
+        theirs = {row.state.request_id for row in self._disk.rows.values() if row.state.owner in large}
+        return await super().prune(**bounds | {"fetched": theirs})
+
+
+class PrunesTheNewest(FakeFutureStore):
+    async def prune(self, **bounds: Any) -> int:
+        times = {id_: row.finished_at for id_, row in self._disk.rows.items()}
+        for row in self._disk.rows.values():
+            row.finished_at = row.finished_at and 1e18 - row.finished_at
+        num_pruned = await super().prune(**bounds)
+        for id_, row in self._disk.rows.items():
+            row.finished_at = times[id_]
+        return num_pruned
 
 
 class ForgetsAtRestart(FakeFutureStore):
@@ -197,6 +222,10 @@ class EndsOnlyItsOwn(FakeFutureStore):
             await super().resolve(request_id, encoded, failed=failed)
 
 
+class ImpatientSuite(FutureStoreSuite):
+    patience_s = 0.05
+
+
 @pytest.mark.parametrize(
     ("broken", "clause"),
     [
@@ -218,17 +247,20 @@ class EndsOnlyItsOwn(FakeFutureStore):
         (PendingForEver, "pending_are_the_unfinished_oldest_first"),
         (PrunesUnfinished, "prune_forgets_what_ended_before_and_nothing_else"),
         (PrunesByNow, "prune_forgets_what_ended_before_and_nothing_else"),
+        (PrunesUnfinished, "prune_forgets_what_was_fetched_and_has_ended"),
+        (PrunesByNow, "prune_forgets_what_was_fetched_and_has_ended"),
+        (PrunesWhoeverIsLarge, "prune_forgets_the_oldest_of_an_owner_who_has_too_much"),
+        (PrunesTheNewest, "prune_forgets_the_oldest_of_an_owner_who_has_too_much"),
         (ForgetsAtRestart, "everything_survives_a_restart"),
         (ForgetsAnswersAtRestart, "everything_survives_a_restart"),
         (EndsOnlyItsOwn, "what_was_pending_at_a_restart_can_be_waited_for_and_ended"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-async def test_the_suite_notices(broken: type[FakeFutureStore], clause: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("descant.testing.future_store.PATIENCE_S", 0.05)
+async def test_the_suite_notices(broken: type[FakeFutureStore], clause: str) -> None:
     before = asyncio.all_tasks()
     with pytest.raises((AssertionError, TimeoutError, NotFound, asyncio.CancelledError, pytest.fail.Exception)):
-        await getattr(FutureStoreSuite(), f"test_{clause}")(FakeStorage(broken))
+        await getattr(ImpatientSuite(), f"test_{clause}")(FakeStorage(broken))
     for task in asyncio.all_tasks() - before:
         task.cancel()
     await settle()

@@ -14,10 +14,12 @@ import pytest
 from descant.ckpt.manifest import write_durable
 from descant.ckpt.peft import OPTIMIZER
 from descant.errors import DescantError, NotFound, UserError
+from descant.pools.trainers import TrainerPool
 from descant.ranks.replica import Replica
-from descant.ranks.replica_set import ReplicaSet
-from descant.testing.fakes import Adapter, FakeTrainer, FakeWorld
-from descant.testing.ranks import tiny_ranks, tiny_replica, tiny_replica_set
+from descant.testing.fake_model import FakeAdapter
+from descant.testing.fakes import FakeTrainer, FakeWorld
+from descant.testing.pools import BOTH, SAMPLES, TRAINS, FakeReplica, Pools, tiny_pools
+from descant.testing.ranks import tiny_ranks, tiny_replica
 from descant.testing.trainer import TrainerSuite
 from descant.types import (
     AdamParams,
@@ -27,23 +29,26 @@ from descant.types import (
     DeleteModel,
     ForwardBackward,
     ForwardBackwardOutput,
+    Full,
     Loaded,
-    LoraConfig,
+    Lora,
     Manifest,
     ModelCreated,
     OptimStep,
     OptimStepOutput,
-    Refused,
+    Rejected,
     Result,
     Snapshot,
     SnapshotRef,
+    Trainable,
+    TrainableKind,
 )
 
 
 class TestFakeTrainer(TrainerSuite):
-    @pytest.fixture
-    async def trainer(self) -> FakeTrainer:
-        return FakeTrainer(FakeWorld())
+    @pytest.fixture(params=[("lora", "full"), ("lora",)], ids=["both kinds", "adapters"])
+    async def trainer(self, request: pytest.FixtureRequest) -> FakeTrainer:
+        return FakeTrainer(FakeWorld(trains=frozenset[TrainableKind](request.param)))
 
 
 class TestReplica(TrainerSuite):
@@ -60,14 +65,34 @@ class TestReplicaOfTwoRanks(TrainerSuite):
             yield replica
 
 
-class TestReplicaSet(TrainerSuite):
+class TestPoolOfFakes(TrainerSuite):
+    @pytest.fixture(params=[(BOTH,), (BOTH, BOTH), (TRAINS, TRAINS, SAMPLES)], ids=["one", "two", "apart"])
+    async def trainer(self, request: pytest.FixtureRequest) -> TrainerPool:
+        return Pools([FakeReplica() for _ in request.param], request.param).trainer
+
+
+class TestPool(TrainerSuite):
     @pytest.fixture
-    async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ReplicaSet]:
-        async with tiny_replica_set(tmp_path_factory) as replicas:
-            yield replicas
+    async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerPool]:
+        async with tiny_pools(tmp_path_factory, (BOTH, BOTH)) as pools:
+            yield pools.trainer
+
+
+class TestPoolApart(TrainerSuite):
+    """Beside an engine that shares nothing with it."""
+
+    @pytest.fixture
+    async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TrainerPool]:
+        async with tiny_pools(tmp_path_factory, (TRAINS, SAMPLES)) as pools:
+            yield pools.trainer
 
 
 # ---------------------------------------------------------------------------------- broken on purpose, once per clause
+
+
+def lora_of(command: CreateModel) -> Lora:
+    assert isinstance(command.trainable, Lora)
+    return command.trainable
 
 
 class TinyVocabulary(FakeTrainer):
@@ -78,15 +103,15 @@ class TinyVocabulary(FakeTrainer):
 class Blocks(FakeTrainer):
     def submit(self, command: Command) -> asyncio.Future[Result]:
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        future.set_result(self._execute(command))
+        future.set_result(self.execute(command))
         return future
 
 
 class CreatesAtNeed(FakeTrainer):
-    def _execute(self, command: Command) -> Result:
+    def execute(self, command: Command) -> Result:
         if command.model_id not in self.world.adapters and not isinstance(command, CreateModel):
-            super()._execute(CreateModel(model_id=command.model_id, lora=LoraConfig(rank=4)))
-        return super()._execute(command)
+            super().execute(CreateModel(model_id=command.model_id, trainable=Lora(rank=4)))
+        return super().execute(command)
 
 
 class StepsLast(FakeTrainer):
@@ -102,86 +127,116 @@ class StepsLast(FakeTrainer):
 
 
 class OneGradientForAll(FakeTrainer):
-    def _forward_backward(self, adapter: Adapter, command: ForwardBackward) -> ForwardBackwardOutput:
+    def _forward_backward(self, adapter: FakeAdapter, command: ForwardBackward) -> ForwardBackwardOutput:
         out = super()._forward_backward(adapter, command)
         for other in self.world.adapters.values():
-            if other.weights.lora.rank == adapter.weights.lora.rank + 4 and not command.forward_only:
+            if len(other.weights.arrays[0]) == len(adapter.weights.arrays[0]) + 4 and not command.forward_only:
                 adapter.gradient[1] += 10
         return out
 
 
 class IgnoresSeed(FakeTrainer):
     def _create(self, command: CreateModel) -> ModelCreated:
-        created = super()._create(replace(command, lora=replace(command.lora, seed=0)))
-        return replace(created, lora=command.lora)
+        created = super()._create(replace(command, trainable=replace(lora_of(command), seed=0)))
+        return replace(created, trainable=command.trainable)
 
 
 class StartsOff(FakeTrainer):
     def _create(self, command: CreateModel) -> ModelCreated:
         created = super()._create(command)
-        b = self.world.adapters[command.model_id].weights.b
-        b += np.random.default_rng(command.lora.seed or 0).normal(size=b.shape) * 0.1
+        b = self.world.adapters[command.model_id].weights.arrays[1]
+        b += np.random.default_rng(lora_of(command).seed or 0).normal(size=b.shape) * 0.1
         return created
 
 
 class AnyRank(FakeTrainer):
     def _create(self, command: CreateModel) -> ModelCreated:
-        return super()._create(replace(command, lora=replace(command.lora, rank=min(max(command.lora.rank, 1), 256))))
+        lora = lora_of(command)
+        return super()._create(replace(command, trainable=replace(lora, rank=min(max(lora.rank, 1), 256))))
+
+
+class TakesAnyKind(FakeTrainer):
+    def __init__(self, world: FakeWorld):
+        super().__init__(FakeWorld(trains=frozenset(("lora",))))
+
+    def _check_kind(self, trainable: Trainable, of: str) -> None:
+        pass
+
+
+class StartsFullModelsAtZero(FakeTrainer):
+    def _create(self, command: CreateModel) -> ModelCreated:
+        created = super()._create(command)
+        if created.trainable == Full() and command.source is None:
+            self.world.adapters[command.model_id].weights.arrays[0][:] = 0
+        return created
+
+
+class TrainsTheBaseItself(FakeTrainer):
+    def _optim_step(self, adapter: FakeAdapter, command: OptimStep) -> OptimStepOutput:
+        out = super()._optim_step(adapter, command)
+        if adapter.weights.trainable == Full():
+            self.world.base_table = adapter.weights.arrays[0]
+        return out
+
+
+class MakesAdaptersOfAll(FakeTrainer):
+    def _create(self, command: CreateModel) -> ModelCreated:
+        return super()._create(replace(command, trainable=Lora(rank=4)))
 
 
 class DeletesNothing(FakeTrainer):
-    def _execute(self, command: Command) -> Result:
+    def execute(self, command: Command) -> Result:
         if isinstance(command, DeleteModel):
-            return super()._execute(replace(command, model_id="another"))
-        return super()._execute(command)
+            return super().execute(replace(command, model_id="another"))
+        return super().execute(command)
 
 
 class RevivesTheDeleted(FakeTrainer):
-    last: Adapter | None = None
+    last: FakeAdapter | None = None
 
-    def _execute(self, command: Command) -> Result:
+    def execute(self, command: Command) -> Result:
         if isinstance(command, DeleteModel):
             self.last = self.world.adapters[command.model_id]
-        result = super()._execute(command)
+        result = super().execute(command)
         if isinstance(command, CreateModel) and self.last is not None:
             self.world.adapters[command.model_id].moments1 = self.last.moments1
         return result
 
 
 class ShufflesOutputs(FakeTrainer):
-    def _forward_backward(self, adapter: Adapter, command: ForwardBackward) -> ForwardBackwardOutput:
+    def _forward_backward(self, adapter: FakeAdapter, command: ForwardBackward) -> ForwardBackwardOutput:
         out = super()._forward_backward(adapter, command)
         return replace(out, loss_fn_outputs=out.loss_fn_outputs[::-1])
 
 
 class Averages(FakeTrainer):
-    def _forward_backward(self, adapter: Adapter, command: ForwardBackward) -> ForwardBackwardOutput:
+    def _forward_backward(self, adapter: FakeAdapter, command: ForwardBackward) -> ForwardBackwardOutput:
         out = super()._forward_backward(adapter, command)
         tokens = sum(o["logprobs"].size for o in out.loss_fn_outputs)
         return replace(out, metrics={"loss:sum": out.metrics["loss:sum"] / tokens})
 
 
 class ForwardIsBackward(FakeTrainer):
-    def _forward_backward(self, adapter: Adapter, command: ForwardBackward) -> ForwardBackwardOutput:
+    def _forward_backward(self, adapter: FakeAdapter, command: ForwardBackward) -> ForwardBackwardOutput:
         return super()._forward_backward(adapter, replace(command, forward_only=False))
 
 
 class ForwardLosesGradient(FakeTrainer):
-    def _remember_failure(self, command: Command, error: Exception) -> None:
+    def remember_failure(self, command: Command, error: Exception) -> None:
         if isinstance(command, ForwardBackward):
             command = replace(command, forward_only=False)
-        super()._remember_failure(command, error)
+        super().remember_failure(command, error)
 
 
 class OverwritesGradient(FakeTrainer):
-    def _forward_backward(self, adapter: Adapter, command: ForwardBackward) -> ForwardBackwardOutput:
+    def _forward_backward(self, adapter: FakeAdapter, command: ForwardBackward) -> ForwardBackwardOutput:
         if not command.forward_only:
             adapter.clear_gradient()
         return super()._forward_backward(adapter, command)
 
 
 class KeepsGradient(FakeTrainer):
-    def _optim_step(self, adapter: Adapter, command: OptimStep) -> OptimStepOutput:
+    def _optim_step(self, adapter: FakeAdapter, command: OptimStep) -> OptimStepOutput:
         kept = [gradient.copy() for gradient in adapter.gradient]
         out = super()._optim_step(adapter, command)
         adapter.gradient = kept
@@ -189,12 +244,33 @@ class KeepsGradient(FakeTrainer):
 
 
 class OneLearningRate(FakeTrainer):
-    def _optim_step(self, adapter: Adapter, command: OptimStep) -> OptimStepOutput:
+    def _optim_step(self, adapter: FakeAdapter, command: OptimStep) -> OptimStepOutput:
         return super()._optim_step(adapter, replace(command, adam_params=AdamParams(learning_rate=0.03)))
 
 
+class StepsOnNothing(FakeTrainer):
+    """By its moments and decay."""
+
+    def _optim_step(self, adapter: FakeAdapter, command: OptimStep) -> OptimStepOutput:
+        adapter.pending_gradient = True
+        return super()._optim_step(adapter, command)
+
+
+class SkipsZeros(FakeTrainer):
+    def _optim_step(self, adapter: FakeAdapter, command: OptimStep) -> OptimStepOutput:
+        adapter.pending_gradient = any(gradient.any() for gradient in adapter.gradient)
+        return super()._optim_step(adapter, command)
+
+
+class SnapshotsTakeTheGradient(FakeTrainer):
+    def _snapshot(self, adapter: FakeAdapter, command: Snapshot) -> SnapshotRef:
+        ref = super()._snapshot(adapter, command)
+        adapter.clear_gradient()
+        return ref
+
+
 class FailsTheNeighbours(FakeTrainer):
-    def _remember_failure(self, command: Command, error: Exception) -> None:
+    def remember_failure(self, command: Command, error: Exception) -> None:
         for queue in self._queues.values():
             for _, future in queue:
                 if not future.done():
@@ -202,53 +278,53 @@ class FailsTheNeighbours(FakeTrainer):
 
 
 class VagueErrors(FakeTrainer):
-    def _execute(self, command: Command) -> Result:
+    def execute(self, command: Command) -> Result:
         try:
-            return super()._execute(command)
+            return super().execute(command)
         except UserError:
             raise UserError("bad request") from None
 
 
 class StepsAnyway(FakeTrainer):
-    def _remember_failure(self, command: Command, error: Exception) -> None:
+    def remember_failure(self, command: Command, error: Exception) -> None:
         pass
 
 
 class KeepsGradientOnFailure(FakeTrainer):
-    def _remember_failure(self, command: Command, error: Exception) -> None:
+    def remember_failure(self, command: Command, error: Exception) -> None:
         adapter = self.world.adapters[command.model_id]
         if isinstance(command, OptimStep):
             adapter.lost_gradient = None
         else:
-            super()._remember_failure(command, error)
+            super().remember_failure(command, error)
 
 
 class NeverForgives(FakeTrainer):
-    def _remember_failure(self, command: Command, error: Exception) -> None:
+    def remember_failure(self, command: Command, error: Exception) -> None:
         if not isinstance(command, OptimStep):
-            super()._remember_failure(command, error)
+            super().remember_failure(command, error)
 
 
-class RefusedIsAlwaysHarmful(FakeTrainer):
-    def _remember_failure(self, command: Command, error: Exception) -> None:
-        if isinstance(command, Refused):
-            command = replace(command, loses_gradient=True)
-        super()._remember_failure(command, error)
+class RejectedIsAlwaysHarmful(FakeTrainer):
+    def remember_failure(self, command: Command, error: Exception) -> None:
+        if isinstance(command, Rejected):
+            command = replace(command, poisons_gradient=True)
+        super().remember_failure(command, error)
 
 
-class RefusedIsHarmless(FakeTrainer):
-    def _remember_failure(self, command: Command, error: Exception) -> None:
-        if not isinstance(command, Refused):
-            super()._remember_failure(command, error)
+class RejectedIsHarmless(FakeTrainer):
+    def remember_failure(self, command: Command, error: Exception) -> None:
+        if not isinstance(command, Rejected):
+            super().remember_failure(command, error)
 
 
 class NumbersVersionsItself(FakeTrainer):
-    def _snapshot(self, adapter: Adapter, command: Snapshot) -> SnapshotRef:
+    def _snapshot(self, adapter: FakeAdapter, command: Snapshot) -> SnapshotRef:
         return super()._snapshot(adapter, replace(command, seq_id=1))
 
 
 class ForgetsPendingGradient(FakeTrainer):
-    def _snapshot(self, adapter: Adapter, command: Snapshot) -> SnapshotRef:
+    def _snapshot(self, adapter: FakeAdapter, command: Snapshot) -> SnapshotRef:
         return replace(super()._snapshot(adapter, command), has_pending_gradient=False)
 
 
@@ -261,14 +337,14 @@ class NoOptimizerFile(FakeTrainer):
 class LivesOn(FakeTrainer):
     """The snapshot is the live tensors themselves."""
 
-    def _snapshot(self, adapter: Adapter, command: Snapshot) -> SnapshotRef:
+    def _snapshot(self, adapter: FakeAdapter, command: Snapshot) -> SnapshotRef:
         ref = super()._snapshot(adapter, command)
         self.world.snapshots[ref.version].weights = adapter.weights
         return ref
 
 
 class LoadsFreshMoments(FakeTrainer):
-    def _load(self, model_id: str, expected: LoraConfig | None, source: CheckpointSource) -> Loaded:
+    def _load(self, model_id: str, expected: Trainable | None, source: CheckpointSource) -> Loaded:
         loaded = super()._load(model_id, expected, source)
         for moment in self.world.adapters[model_id].moments1:
             moment[:] = 0
@@ -276,12 +352,12 @@ class LoadsFreshMoments(FakeTrainer):
 
 
 class LoadsAlways(FakeTrainer):
-    def _load(self, model_id: str, expected: LoraConfig | None, source: CheckpointSource) -> Loaded:
+    def _load(self, model_id: str, expected: Trainable | None, source: CheckpointSource) -> Loaded:
         return super()._load(model_id, expected, replace(source, optimizer=True))
 
 
 class LoadsAnyShape(FakeTrainer):
-    def _load(self, model_id: str, expected: LoraConfig | None, source: CheckpointSource) -> Loaded:
+    def _load(self, model_id: str, expected: Trainable | None, source: CheckpointSource) -> Loaded:
         return super()._load(model_id, None, source)
 
 
@@ -294,19 +370,19 @@ class LeavesHalfAModel(FakeTrainer):
 
 
 class Unverified(FakeTrainer):
-    def _load(self, model_id: str, expected: LoraConfig | None, source: CheckpointSource) -> Loaded:
+    def _load(self, model_id: str, expected: Trainable | None, source: CheckpointSource) -> Loaded:
         try:
             return super()._load(model_id, expected, source)
         except DescantError:
-            self._create(CreateModel(model_id=model_id, lora=LoraConfig(rank=4)))
+            self._create(CreateModel(model_id=model_id, trainable=Lora(rank=4)))
             return Loaded(model_id=model_id, uri=source.uri, step=0)
 
 
 class SavesTheEphemeral(FakeTrainer):
     async def save(self, ref: SnapshotRef, dest: str) -> Manifest:
         held = self.world.snapshots[ref.version]
-        held.moments1 = held.moments1 or [held.weights.a, held.weights.b]
-        held.moments2 = held.moments2 or [held.weights.a, held.weights.b]
+        held.moments1 = held.moments1 or held.weights.arrays
+        held.moments2 = held.moments2 or held.weights.arrays
         return await super().save(ref, dest)
 
 
@@ -341,6 +417,13 @@ class Overfull(FakeTrainer):
         (StartsOff, "test_a_fresh_adapter_is_the_base_model_and_its_seed_counts", ()),
         (AnyRank, "test_what_cannot_be_done_is_refused_at_create", (0,)),
         (AnyRank, "test_what_cannot_be_done_is_refused_at_create", (257,)),
+        (TakesAnyKind, "test_a_full_model_is_trained_or_refused_as_the_facts_say", ()),
+        (TakesAnyKind, "test_a_checkpoint_of_another_kind_is_refused", ()),
+        (StartsFullModelsAtZero, "test_a_full_model_is_trained_or_refused_as_the_facts_say", ()),
+        (TrainsTheBaseItself, "test_a_full_model_is_trained_or_refused_as_the_facts_say", ()),
+        (MakesAdaptersOfAll, "test_a_full_model_is_trained_or_refused_as_the_facts_say", ()),
+        (LoadsAnyShape, "test_a_full_model_is_trained_or_refused_as_the_facts_say", ()),
+        (LoadsAnyShape, "test_a_checkpoint_of_another_kind_is_refused", ()),
         (DeletesNothing, "test_a_deleted_model_leaves_nothing_behind", ()),
         (RevivesTheDeleted, "test_a_deleted_model_leaves_nothing_behind", ()),
         (ShufflesOutputs, "test_output_i_belongs_to_datum_i", ()),
@@ -350,14 +433,17 @@ class Overfull(FakeTrainer):
         (OverwritesGradient, "test_gradients_add_up_until_the_step_and_not_beyond", ()),
         (KeepsGradient, "test_gradients_add_up_until_the_step_and_not_beyond", ()),
         (OneLearningRate, "test_a_step_does_what_its_parameters_say", ()),
+        (StepsOnNothing, "test_a_step_without_a_backward_changes_nothing", ()),
+        (SkipsZeros, "test_a_gradient_of_zeros_is_one", ()),
+        (SnapshotsTakeTheGradient, "test_a_snapshot_leaves_the_gradient_to_the_model", ()),
         (FailsTheNeighbours, "test_a_failure_is_its_own", ()),
         (VagueErrors, "test_a_failure_is_its_own", ()),
         (VagueErrors, "test_a_loss_that_is_not_finite_fails_its_request_alone", ()),
         (StepsAnyway, "test_the_step_after_a_failed_backward_fails", ()),
         (KeepsGradientOnFailure, "test_the_step_after_a_failed_backward_fails", ()),
         (NeverForgives, "test_the_step_after_a_failed_backward_fails", ()),
-        (RefusedIsHarmless, "test_refused_takes_its_place", ()),
-        (RefusedIsAlwaysHarmful, "test_refused_takes_its_place", ()),
+        (RejectedIsHarmless, "test_rejected_takes_its_place", ()),
+        (RejectedIsAlwaysHarmful, "test_rejected_takes_its_place", ()),
         (NumbersVersionsItself, "test_a_snapshot_says_what_it_is", ()),
         (ForgetsPendingGradient, "test_a_snapshot_says_what_it_is", ()),
         (NoOptimizerFile, "test_save_writes_what_the_manifest_says", ("training",)),

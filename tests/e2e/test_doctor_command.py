@@ -11,7 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from descant.doctor import Report
+from descant.doctor import ServerReport
 from descant.testing.server import END_S, START_S, Server, serve
 from descant.testing.tiny import tiny_model
 
@@ -26,15 +26,15 @@ def doctor(*args: str, key: str = KEY) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def report(server: Server) -> Report:
+def report(server: Server) -> ServerReport:
     request = urllib.request.Request(f"{server.url}/api/v1/admin/report", headers={"X-API-Key": KEY})
     with urllib.request.urlopen(request, timeout=END_S) as answer:
-        return Report.from_json(json.load(answer))
+        return ServerReport.from_json(json.load(answer))
 
 
 def test_a_rank_is_lost(tmp_path: Path) -> None:
     model, data = tiny_model("llama", tmp_path / "model"), tmp_path / "data"
-    with serve(model, data, "rank.ranks_per_replica=2", f"auth.keys.alice={KEY}") as server:
+    with serve(model, data, "parallel.data_parallel_size=2", f"auth.keys.alice={KEY}") as server:
         code, text = doctor("--url", server.url)
         assert code == 0, text
         assert f"{model}: serving on cpu\n" in text
@@ -56,7 +56,7 @@ def test_a_rank_is_lost(tmp_path: Path) -> None:
         code, text = doctor("--url", server.url)
         assert code == 0, text
         assert f"rank 1 of {model} (process {pids[1]}) was killed by SIGKILL" in text
-        assert "rank 1: dead, " in text, "the referee's table"
+        assert "rank 1: dead, " in text, "the coordinator's table"
         assert "its last lines" not in text, "anybody with a key may ask"
 
     code, text = doctor("--data-dir", str(data))

@@ -25,7 +25,7 @@ KEY = "tml-alice"
 SETTINGS = (
     "rank.device=cpu",
     "rank.dtype=float32",
-    "rank.max_running=4",
+    "sample.max_num_seqs=4",
     "service.max_samples_in_flight=40",
 )
 
@@ -61,7 +61,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbers(server: Server) -> dict[str, float]:
     text = httpx.get(f"{server.url}/metrics", headers={"x-api-key": KEY}, timeout=END_S, trust_env=False).text
-    pairs = [line.rsplit(" ", 1) for line in text.splitlines()]
+    pairs = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     return {name.partition("{")[0].removeprefix("descant_"): float(value) for name, value in pairs}
 
 
@@ -116,8 +116,8 @@ def test_the_sdk_comes_back_when_the_server_is_full(server: Server, model: str) 
 
 
 def test_a_client_that_is_killed_holds_nothing(server: Server, model: str) -> None:
-    """Its process is gone with its connections, so the server can know at once: its requests are given up half a second
-    later. Another client does not notice, and what was full has room."""
+    """Its process is gone with its connections, so the server can know at once: its requests are abandoned half a
+    second later. Another client does not notice, and what was full has room."""
     command = [sys.executable, "-c", MANY, server.url, model, "40"]
     client = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -130,7 +130,7 @@ def test_a_client_that_is_killed_holds_nothing(server: Server, model: str) -> No
     finally:
         client.send_signal(signal.SIGKILL)
         client.wait(END_S)
-    seconds = until(lambda: nothing_runs(server), "given up")
+    seconds = until(lambda: nothing_runs(server), "abandoned")
     print(f"\nrooms were free {1000 * seconds:.0f} ms after the client had been killed")
     after = numbers(server)
     assert after["sample_waiting"] == after["sample_used_pages"] == after["versions_pinned"] == 0
@@ -249,7 +249,7 @@ def test_a_submission_whose_client_has_closed_the_connection_ends(server: Server
     body = asked(sampling_session(server, model), num_samples=64)
     sent(server.url, "/api/v1/asample", body, {"x-api-key": KEY}).close()
     again = post(server, "asample", body).json()  # the same request, whichever comes first
-    seconds = until(lambda: nothing_runs(server), "given up")
+    seconds = until(lambda: nothing_runs(server), "abandoned")
     print(f"\na submission ended {1000 * seconds:.0f} ms after its connection")
     assert post(server, "retrieve_future", {"request_id": again["request_id"]}).status_code == 410
 
@@ -263,11 +263,11 @@ def test_a_submission_that_is_cancelled_before_its_answer_arrives_ends(server: S
             futures = [client.sample(types.ModelInput.from_ints([5, 6, 7]), 64, params) for _ in range(4)]
             until(lambda: numbers(server)["samples_in_flight"] == numbers(server)["sample_running"] == 4, "running")
             assert all(future.future().cancel() for future in futures)
-            seconds = until(lambda: numbers(server)["samples_in_flight"] == 0, "given up")
+            seconds = until(lambda: numbers(server)["samples_in_flight"] == 0, "abandoned")
         finally:
             wire.release()
         print(f"\nsubmissions ended {seconds:.1f} s after the SDK had forgotten them")
-    until(lambda: numbers(server)["sample_running"] == 0, "given up")
+    until(lambda: numbers(server)["sample_running"] == 0, "abandoned")
 
 
 def test_what_the_sdk_asked_for_and_does_not_come_for_ends(server: Server, model: str) -> None:
@@ -281,7 +281,7 @@ def test_what_the_sdk_asked_for_and_does_not_come_for_ends(server: Server, model
             client.post("asample", json=body, headers=headers, timeout=END_S).json()["request_id"]
             for body, headers in zip(bodies, (at_once, {}), strict=True)
         ]
-        seconds = until(lambda: numbers(server)["samples_in_flight"] == 1, "given up")
+        seconds = until(lambda: numbers(server)["samples_in_flight"] == 1, "abandoned")
         print(f"\na request for which nobody came ended after {seconds:.1f} s")
         assert post(server, "retrieve_future", {"request_id": left}).status_code == 410
         assert numbers(server)["samples_in_flight"] == 1
@@ -295,7 +295,7 @@ def test_a_client_whose_line_was_cut_sends_again_what_was_given_up(server: Serve
         future = client.sample(types.ModelInput.from_ints([5, 6, 7]), num_samples=40, sampling_params=params)
         until(lambda: numbers(server)["sample_running"] == 4, "running")
         wire.cut()
-        until(lambda: numbers(server)["samples_in_flight"] == 0, "given up")
+        until(lambda: numbers(server)["samples_in_flight"] == 0, "abandoned")
         wire.mend()
         answer = future.result(END_S)
     assert [len(sequence.tokens) for sequence in answer.sequences] == [100] * 40

@@ -42,10 +42,10 @@ def until_ready(server: Server) -> None:
 
 
 def test_a_replica_of_two_ranks(model: Path, tmp_path: Path):
-    with serve(model, tmp_path / "data", "rank.ranks_per_replica=2") as server:
+    with serve(model, tmp_path / "data", "parallel.data_parallel_size=2", "rank.stopped_grace_s=1") as server:
         client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
         assert len(processes(server, "descant.ranks.rank_main")) == 2
-        assert len(processes(server, "descant.dist.referee")) == 1
+        assert len(processes(server, "descant.distributed.coordinator.process")) == 1
         faults = ((1, signal.SIGKILL, "killed by SIGKILL"), (0, signal.SIGSTOP, "stopped by a signal"))
         seen = []
         for rank, number, says in faults:
@@ -55,7 +55,9 @@ def test_a_replica_of_two_ranks(model: Path, tmp_path: Path):
             sampler = training.save_weights_and_get_sampling_client().result(timeout=END_S)
             assert len(sampler.sample(PROMPT, 3, GREEDY).result(timeout=END_S).sequences) == 3
 
-            pids = processes(server, "descant.ranks.rank_main") + processes(server, "descant.dist.referee")
+            pids = processes(server, "descant.ranks.rank_main") + processes(
+                server, "descant.distributed.coordinator.process"
+            )
             began = time.monotonic()
             os.kill(pids[rank], number)
             while ready(server)[0] == 200:

@@ -65,6 +65,16 @@ def ready(server: Server) -> tuple[int, dict[str, str]]:
         return error.code, json.load(error)
 
 
+def until_ready(server: Server, *, missing: str, status: int = 200) -> None:
+    """``missing``: what is named until then, with this status."""
+    deadline = time.monotonic() + START_S
+    while (answer := ready(server)) != (200, {"status": "ready"}):
+        assert answer[0] == status
+        assert missing in str(answer[1])
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def ranks(server: Server) -> list[int]:
     """In the order in which they were started: replica 0 first."""
     children = psutil.Process(server.process.pid).children()
@@ -72,7 +82,7 @@ def ranks(server: Server) -> list[int]:
 
 
 def test_one_replica_of_two_is_killed(model: Path, tmp_path: Path):
-    with serve(model, tmp_path / "data", "rank.replicas=2") as server:
+    with serve(model, tmp_path / "data", "parallel.replicas=2") as server:
         service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
 
         def create() -> tinker.TrainingClient:
@@ -97,12 +107,7 @@ def test_one_replica_of_two_is_killed(model: Path, tmp_path: Path):
         with pytest.raises(tinker.RequestFailedError, match=path):
             losses(train(victim, 1))
 
-        deadline = time.monotonic() + START_S
-        while (answer := ready(server)) != (200, {"status": "ready"}):
-            assert answer[0] == 200
-            assert "replica 0" in answer[1]["missing"]
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until_ready(server, missing="replica 0")
         assert len(ranks(server)) == 2
         resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
         losses(train(resumed, 2))
@@ -110,3 +115,41 @@ def test_one_replica_of_two_is_killed(model: Path, tmp_path: Path):
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(END_S) == 0
         assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_either_of_two_that_share_nothing_is_killed(model: Path, tmp_path: Path):
+    """What the other holds stays: models without their sampler, and published weights without their trainer."""
+    with serve(model, tmp_path / "data", "parallel.train_replicas=1", "parallel.sample_replicas=1") as server:
+        service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
+        client = service_client.create_lora_training_client(str(model), rank=4, seed=0).result(timeout=END_S)
+
+        def sampled(sampler: tinker.SamplingClient) -> list[int]:
+            return sampler.sample(PROMPT, 1, GREEDY).result(timeout=END_S).sequences[0].tokens
+
+        trainer, engine = ranks(server)
+        losses(train(client, 3))
+        old = client.save_weights_and_get_sampling_client().result(timeout=END_S)
+        sampled(old)
+        path = client.save_state("before").result(timeout=END_S).path
+        named = client.save_weights_for_sampler("named").result(timeout=END_S).path
+        from_file = service_client.create_sampling_client(model_path=named).result(timeout=END_S)
+        losses(train(client, 3))
+        new = client.save_weights_and_get_sampling_client().result(timeout=END_S)
+        before = [sampled(new), sampled(from_file)]
+
+        os.kill(engine, signal.SIGKILL)
+        assert [sampled(new), sampled(from_file)] == before, "its model is what it was, and its file is there"
+        with pytest.raises(tinker.RequestFailedError, match="is there: save its weights for sampling again"):
+            sampled(old)
+        until_ready(server, missing="replica 1", status=503)
+        losses(train(client, 1))
+
+        assert ranks(server)[0] == trainer
+        os.kill(trainer, signal.SIGKILL)
+        assert [sampled(new), sampled(from_file)] == before, "nothing of it was lost"
+        with pytest.raises(tinker.RequestFailedError, match=path):
+            losses(train(client, 1))
+        until_ready(server, missing="replica 0", status=503)
+        resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
+        losses(train(resumed, 2))
+        sampled(resumed.save_weights_and_get_sampling_client().result(timeout=END_S))

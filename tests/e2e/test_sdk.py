@@ -5,6 +5,11 @@ The model is a tiny random Llama in float32, so that equal means equal.
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +22,8 @@ import pytest
 import tinker
 import torch
 from tinker import types
-from tinker._base_client import AsyncAPIClient
 
+from descant.pools.transfer import TRANSFER
 from descant.testing.server import END_S, Server, serve
 from descant.testing.tiny import MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
 
@@ -27,8 +32,8 @@ KEY = "tml-alice"
 SETTINGS = (
     "rank.device=cpu",
     "rank.dtype=float32",
-    "rank.max_version_bytes=100000",
-    "rank.max_host_bytes=100000",
+    "offload.version_bytes=100000",
+    "offload.host_bytes=100000",
     "service.max_training_bytes=100000",
 )
 """Room for two published versions in the bank, and for about two more in host memory; and for the data of some 5000
@@ -40,11 +45,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model("llama", tmp_path_factory.mktemp("llama")))
 
 
-@pytest.fixture(scope="module")
-def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+APART = ("parallel.train_replicas=1", "parallel.sample_replicas=1")
+
+
+@pytest.fixture(scope="module", params=[(), APART], ids=["together", "apart"])
+def server(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With one replica that trains and samples, and with one for each."""
     data_dir = tmp_path_factory.mktemp("server") / "data"
-    with serve(Path(model), data_dir, *SETTINGS) as running:
+    with serve(Path(model), data_dir, *SETTINGS, *request.param) as running:
         yield running
+        left = [path.name for path in data_dir.iterdir() if path.name.startswith(TRANSFER)]
+        assert left == []
 
 
 @pytest.fixture(autouse=True)
@@ -230,6 +241,11 @@ def test_sampling(training: tinker.TrainingClient, service: tinker.ServiceClient
 def test_scores_of_prompts_and_samples(training: tinker.TrainingClient):
     step(training, [datum(9, 1)])
     sampler = training.save_weights_and_get_sampling_client().result(END_S)
+    full = [3 + i % 40 for i in range(MAX_CONTEXT_LENGTH)]
+    scores = sampler.compute_logprobs(types.ModelInput.from_ints(full)).result(END_S)
+    assert len(scores) == MAX_CONTEXT_LENGTH, "a prompt may fill the context"
+    fewer = sampler.compute_logprobs(types.ModelInput.from_ints(full[:-1])).result(END_S)
+    np.testing.assert_allclose(scores[1:-1], fewer[1:], atol=1e-4)
     asked = prompt(30)
     tokens = asked.to_ints()
     whole = sampler.compute_logprobs(asked).result(END_S)
@@ -256,13 +272,16 @@ def test_scores_of_prompts_and_samples(training: tinker.TrainingClient):
     params = types.SamplingParams(max_tokens=6, temperature=0.5, seed=1, stop=[])
     response = sampler.sample(asked, 2, params, topk_sample_logprobs=4, prompt_alt_tokens_k=3).result(END_S)
     assert response.prompt_alt_tokens is not None
-    drawn, drawn_logprobs = response.prompt_alt_tokens.tokens.to_torch(), response.prompt_alt_tokens.logprobs.to_torch()
-    assert drawn.shape == drawn_logprobs.shape == (29, 3)
+    alternatives, alternative_logprobs = (
+        response.prompt_alt_tokens.tokens.to_torch(),
+        response.prompt_alt_tokens.logprobs.to_torch(),
+    )
+    assert alternatives.shape == alternative_logprobs.shape == (29, 3)
     scored = sampler.sample(
-        asked, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=types.TensorData.from_torch(drawn)
+        asked, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=types.TensorData.from_torch(alternatives)
     ).result(END_S)
     assert scored.target_prompt_logprobs is not None
-    np.testing.assert_allclose(drawn_logprobs, scored.target_prompt_logprobs.to_torch(), atol=1e-4)
+    np.testing.assert_allclose(alternative_logprobs, scored.target_prompt_logprobs.to_torch(), atol=1e-4)
     for sequence in response.sequences:
         assert sequence.topk_logprobs is not None
         assert sequence.logprobs is not None
@@ -298,10 +317,10 @@ def test_two_clients_at_once_equal_each_alone(server: Server, model: str):
     together = threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(train, seed, together) for seed in (0, 1)]
-        company = [run.result(4 * END_S) for run in runs]
+        together = [run.result(4 * END_S) for run in runs]
     for seed in (0, 1):
         # Not bit for bit: in float32 a product of few rows takes another kernel than one of many.
-        np.testing.assert_allclose(company[seed], train(seed, threading.Barrier(1)), atol=2e-3)
+        np.testing.assert_allclose(together[seed], train(seed, threading.Barrier(1)), atol=2e-3)
 
 
 def test_nobody_sees_another_owners_model(server: Server, training: tinker.TrainingClient):
@@ -321,8 +340,8 @@ def test_a_tenant_that_overflows_poisons_nobody(service: tinker.ServiceClient, m
     wild.optim_step(types.AdamParams(learning_rate=1e30)).result(END_S)  # 1e30 is a float32 yet
     with pytest.raises(tinker.RequestFailedError, match="finite"):
         wild.forward_backward([datum(9, 1)], "cross_entropy").result(END_S)
-    company = [wild.forward([datum(9, 1)], "cross_entropy"), calm.forward([datum(9, 4)], "cross_entropy")]
-    np.testing.assert_allclose(company[1].result(END_S).loss_fn_outputs[0]["logprobs"].to_numpy(), expected, atol=1e-4)
+    together = [wild.forward([datum(9, 1)], "cross_entropy"), calm.forward([datum(9, 4)], "cross_entropy")]
+    np.testing.assert_allclose(together[1].result(END_S).loss_fn_outputs[0]["logprobs"].to_numpy(), expected, atol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -409,9 +428,10 @@ def test_bad_samples(
 
 def test_a_request_sent_twice_counts_once(server: Server, training: tinker.TrainingClient, model: str):
     """Also at the same time, as a retry after a broken connection is."""
+    training.forward_backward([datum(12, 1)], "cross_entropy").result(END_S)
     body = {
         "model_id": training.model_id,
-        "seq_id": 1,
+        "seq_id": 2,
         "adam_params": {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12},
     }
 
@@ -447,17 +467,10 @@ def test_pipelined_steps_keep_their_order(service: tinker.ServiceClient, model: 
 
 
 def test_more_data_than_are_taken_at_a_time_all_arrive(
-    service: tinker.ServiceClient, model: str, monkeypatch: pytest.MonkeyPatch
+    service: tinker.ServiceClient, model: str, caplog: pytest.LogCaptureFixture
 ):
     client = service.create_lora_training_client(model, rank=8, seed=0).result(END_S)
-    answered: list[int] = []
-    should_retry = AsyncAPIClient._should_retry
-
-    def remember(self: AsyncAPIClient, response: httpx.Response) -> bool:
-        answered.append(response.status_code)
-        return should_retry(self, response)
-
-    monkeypatch.setattr(AsyncAPIClient, "_should_retry", remember)
+    caplog.set_level(logging.INFO, "httpx")  # it logs every answer
     length = min(250, MAX_CONTEXT_LENGTH)
     batches = [[datum(length, 10 * number + seed) for seed in range(4000 // length)] for number in range(3)]
     sent = [client.forward_backward(batch, "cross_entropy") for batch in batches]
@@ -465,7 +478,7 @@ def test_more_data_than_are_taken_at_a_time_all_arrive(
     outputs = [future.result(END_S) for future in sent]
     assert [len(output.loss_fn_outputs) for output in outputs] == [len(batch) for batch in batches]
     assert update.result(END_S).metrics
-    assert 429 in answered
+    assert any(" 429 " in answer for answer in caplog.messages)
 
 
 def test_a_gradient_is_a_sum_however_it_is_sent(service: tinker.ServiceClient, model: str):
@@ -531,3 +544,18 @@ def test_what_is_not_served_says_so(server: Server):
     answer = httpx.get(f"{server.url}/api/v1/training_runs", headers={"X-API-Key": KEY})
     assert answer.status_code == 404
     assert "not served" in answer.json()["detail"]
+
+
+def test_the_readmes_example_runs_as_it_stands(server: Server):
+    """In a process of its own: the SDK keeps what it has once connected to."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    example = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert example is not None
+    env = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY}
+    done = subprocess.run(
+        [sys.executable, "-c", example[1]], env=env, capture_output=True, text=True, timeout=END_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line) for line in done.stdout.splitlines()[:5]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]

@@ -64,31 +64,37 @@ def rank_pids(server: Server) -> list[int]:
     return [int(pid) for pid in children if b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_rank_that_is_killed_loses_its_models_by_name_and_is_started_again(model: Path, tmp_path: Path):
+def test_a_client_that_resumes_at_once_is_never_refused(model: Path, tmp_path: Path):
+    """Four kills in a row: what was in flight names the checkpoint, and what begins then waits for the next rank."""
     data_dir = tmp_path / "data"
     with serve(model, data_dir) as server:
         assert f"data in {data_dir}" in server.printed
         service_client, client = create(server.url, model)
-        step(client)
-        path = client.save_state("before").result(timeout=END_S).path
-        expected = loss(client)
-
-        [pid] = rank_pids(server)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(tinker.RequestFailedError):  # it may have reached the old rank: then it names its death
-            loss(client)
-        with pytest.raises(tinker.RequestFailedError, match=path):
-            loss(client)
-
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
-                break
-            except tinker.RequestFailedError:  # the new rank still loads
-                assert time.monotonic() < deadline
-        assert loss(resumed) == expected
-        assert rank_pids(server) != [pid]
+        base = service_client.create_sampling_client(base_model=str(model)).result(timeout=END_S)
+        prompt, greedy = types.ModelInput.from_ints([10, 11, 12]), types.SamplingParams(max_tokens=5, temperature=0.0)
+        seen = set()
+        for number in range(4):
+            step(client)
+            path = client.save_state(f"before-{number}").result(timeout=END_S).path
+            expected = loss(client)
+            [pid] = rank_pids(server)
+            seen.add(pid)
+            in_flight = [client.forward(batch(), "cross_entropy") for _ in range(4)]
+            os.kill(pid, signal.SIGKILL)
+            sampled = base.sample(prompt, 1, greedy)
+            for future in in_flight:
+                try:
+                    future.result(timeout=END_S)  # before the kill
+                except tinker.RequestFailedError as error:
+                    assert path in str(error)  # noqa: PT017
+            with pytest.raises(tinker.RequestFailedError, match=path):
+                loss(client)
+            client = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=START_S)
+            assert loss(client) == expected
+            assert len(sampled.result(timeout=END_S).sequences) == 1
+        assert len(seen) == 4
+        log = (tmp_path / "server.log").read_text()
+        assert log.count("serves again") == 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

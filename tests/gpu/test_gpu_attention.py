@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant.model.attention import attention
-from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass
+from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, KVPool, PagedKV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -29,8 +29,8 @@ def qkv(dtype: torch.dtype) -> Any:
     )
 
 
-def call(inputs: Any, plan: Pass, rule: Any) -> torch.Tensor:
-    out: torch.Tensor = attention(LAYER, *inputs, None, plan=plan, scaling=0.125, **rule)[0]
+def call(inputs: Any, batch: ForwardBatch, rule: Any) -> torch.Tensor:
+    out: torch.Tensor = attention(LAYER, *inputs, None, batch=batch, scaling=0.125, **rule)[0]
     assert out.is_contiguous()
     return out
 
@@ -42,7 +42,7 @@ def test_training_equals_the_cpus(dtype: torch.dtype, tolerance: float, rule: An
     results = []
     for device in ("cpu", "cuda"):
         inputs = [x.to(device).requires_grad_() for x in qkv(dtype)]
-        out = call(inputs, Pass(seq_lens=LENGTHS), rule)
+        out = call(inputs, ForwardBatch(seq_lens=LENGTHS), rule)
         results.append(
             [x.cpu().float() for x in (out.detach(), *torch.autograd.grad(out, inputs, grad_out.to(device)))]
         )
@@ -63,12 +63,12 @@ def test_sequences_of_one_length_equal_the_cpus(lengths: tuple[int, ...], head_s
     results = []
     for device in ("cpu", "cuda"):
         inputs = [x.to(device).requires_grad_() for x in given]
-        plan = Pass(seq_lens=lengths)
-        out = call(inputs, plan, {})
+        batch = ForwardBatch(seq_lens=lengths)
+        out = call(inputs, batch, {})
         grads = torch.autograd.grad(out, inputs, grad_out.to(device))
         results.append([x.cpu().float() for x in (out.detach(), *grads)])
         if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
-            assert plan.cache["one_length"] == max(lengths)
+            assert batch.cache["one_length"] == max(lengths)
     for want, got in zip(*results):
         assert (got - want).abs().max() <= 2e-2 * want.abs().max()
 
@@ -77,7 +77,7 @@ def test_sequences_of_one_length_equal_the_cpus(lengths: tuple[int, ...], head_s
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 @torch.no_grad()
 def test_pages_equal_the_cpus_training_pass(dtype: torch.dtype, tolerance: float, rule: Any) -> None:
-    want = call(qkv(dtype), Pass(seq_lens=LENGTHS), rule)
+    want = call(qkv(dtype), ForwardBatch(seq_lens=LENGTHS), rule)
     inputs = [x.cuda() for x in qkv(dtype)]
     blocks = -(-max(LENGTHS) // PAGE_TOKENS)
     pages = torch.zeros(len(LENGTHS) * blocks, 2, PAGE_TOKENS, 64, dtype=dtype, device="cuda")
@@ -94,6 +94,6 @@ def test_pages_equal_the_cpus_training_pass(dtype: torch.dtype, tolerance: float
                 for i, c, n in zip(members, contexts, lengths)
             ]
         )
-        kv = KVPass(pool=pool, page_table=table[members], context_lens=contexts)
-        got = call([x[:, :, rows.cuda()] for x in inputs], Pass(seq_lens=lengths, kv=kv), rule).cpu()
+        kv = PagedKV(pool=pool, page_table=table[members], context_lens=contexts)
+        got = call([x[:, :, rows.cuda()] for x in inputs], ForwardBatch(seq_lens=lengths, kv=kv), rule).cpu()
         assert (got.float() - want[:, rows].float()).abs().max() <= tolerance * want.float().abs().max()

@@ -11,10 +11,11 @@ import torch
 
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
-from descant.sample.scheduler import SampleLimits, Scheduler
-from descant.sample.step import Sampler
+from descant.sample.plan import SampleLimits
+from descant.sample.runner import Sampler
+from descant.sample.scheduler import Scheduler
+from descant.testing.learner import LearnerHarness
 from descant.testing.paged_sampler import Finished, run
-from descant.testing.studio import Studio
 from descant.testing.tiny import MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
 from descant.types import Datum, EncodedText, SampleRequest, SamplingParams, Version
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 RANKS = {"a": 4, "b": 8, "c": 16, "d": 64, "e": 1, "f": 256}
 FEW = {name: rank for name, rank in RANKS.items() if name != "f"}
-"""These fit the spare rows beside the base's weights, all of them do not."""
+"""These fit the fused LoRA-A columns, all of them do not."""
 ARCHITECTURES = ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"]
 
 
@@ -35,14 +36,14 @@ def load(tmp_path: Path) -> Callable[..., BaseModel]:
     return make
 
 
-def publish(model: BaseModel, ranks: dict[str, int] = RANKS) -> tuple[Studio, dict[str, Version]]:
-    studio = Studio(model)
+def publish(model: BaseModel, ranks: dict[str, int] = RANKS) -> tuple[LearnerHarness, dict[str, Version]]:
+    harness = LearnerHarness(model)
     versions = {}
     for number, (name, rank) in enumerate(ranks.items()):
-        studio.create(name, rank, seed=number)
+        harness.create(name, rank, seed=number)
         versions[name] = Version(model_id=name, number=1)
         model.bank.publish(name, versions[name])
-    return studio, versions
+    return harness, versions
 
 
 def prompt(number: int) -> np.ndarray:
@@ -62,7 +63,7 @@ def sample(
     scheduler = make_scheduler(num_pages)
     sampler = sampler or Sampler(model, num_pages=num_pages, compile_decode=compiled)
     for name, (version, tokens) in who.items():
-        sampler.acquire(version)
+        sampler.pin(version)
         scheduler.add(wanted(name, version, tokens, max_tokens=max_tokens, **params))
     return run(scheduler, sampler), scheduler  # type: ignore[arg-type]
 
@@ -70,10 +71,10 @@ def sample(
 def make_scheduler(num_pages: int) -> Scheduler:
     return Scheduler(
         SampleLimits(
-            max_running=32,
+            max_num_seqs=32,
             num_pages=num_pages,
-            step_tokens=50,
-            max_waiting=100,
+            max_num_batched_tokens=50,
+            max_queued_requests=100,
             max_context_length=MAX_CONTEXT_LENGTH,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(),
@@ -124,14 +125,14 @@ def test_greedy_equals_generate_beside_adapters(load: Callable[..., BaseModel], 
         assert list(finished.tokens[f"base{n}", 0]) == want, n
 
 
-@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "fused"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
 def test_logprobs_equal_the_trainers(
     load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float, ranks: dict[str, int]
 ) -> None:
     model = load(arch, dtype)
-    studio, versions = publish(model, ranks)
+    harness, versions = publish(model, ranks)
     who = {f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()}
     finished, _ = sample(model, who)
     differences = []
@@ -142,13 +143,13 @@ def test_logprobs_equal_the_trainers(
             model_input=(EncodedText(tokens=whole[:-1].astype(np.int32)),),
             loss_fn_inputs={"target_tokens": whole[1:].astype(np.int64)},
         )
-        [output] = studio.run(studio.command(version.model_id, scored, forward_only=True))
+        [output] = harness.run(harness.command(version.model_id, scored, forward_only=True))
         trained = output.loss_fn_outputs[0]["logprobs"][len(tokens) - 1 :]
         differences.append(np.abs(trained - np.array(finished.logprobs[name, 0], np.float32)))
     assert np.concatenate(differences).mean() <= tolerance
 
 
-@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "fused"])
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
 def test_compiled_layers_draw_the_same(load: Callable[..., BaseModel], arch: str, ranks: dict[str, int]) -> None:
     model = load(arch)
@@ -176,7 +177,7 @@ def test_after_the_start_nothing_is_compiled_or_captured_for_the_base(
     programs, graphs = counters["stats"]["unique_graphs"], set(sampler._decode._graphs)
     assert programs > 0
     assert sorted(key.rows for key in graphs) == [8, 16, 32]
-    for count in (1, 9, 20):  # short enough for a piece each
+    for count in (1, 9, 20):  # short enough for one KV split each
         sample(model, {f"base{n}": (None, prompt(n % 3)) for n in range(count)}, sampler=sampler)
         assert set(sampler._decode._graphs) == graphs
     who: dict[str, tuple[Version | None, np.ndarray]] = {
@@ -184,7 +185,7 @@ def test_after_the_start_nothing_is_compiled_or_captured_for_the_base(
     }
     sample(model, who, sampler=sampler)
     sample(model, {name: one for name, one in who.items() if not name.startswith("f")}, sampler=sampler)
-    assert {key.beside for key in set(sampler._decode._graphs) - graphs} == {False, True}
+    assert {key.lora_a_fused for key in set(sampler._decode._graphs) - graphs} == {False, True}
     assert counters["stats"]["unique_graphs"] == programs
 
 
@@ -199,7 +200,7 @@ def test_decode_steps_and_compiled_training_leave_each_other_alone(
     for for_training in (False, True):
         model = load("qwen3", compile=for_training)
         assert model.compiled is for_training
-        studio, versions = publish(model)
+        harness, versions = publish(model)
         sampler = Sampler(model, num_pages=64, compile_decode=compiled)
         for length in (20, 33):
             who: dict[str, tuple[Version | None, np.ndarray]] = {name: (v, prompt(2)) for name, v in versions.items()}
@@ -209,7 +210,7 @@ def test_decode_steps_and_compiled_training_leave_each_other_alone(
                 model_input=(EncodedText(tokens=np.arange(3, length, dtype=np.int32)),),
                 loss_fn_inputs={"target_tokens": np.arange(4, length + 1, dtype=np.int64)},
             )
-            studio.run(studio.command("a", datum))
+            harness.run(harness.command("a", datum))
             graphs.append(counters["stats"]["unique_graphs"] - before)
     assert graphs == [0, 0, 0, 0]
     for other in finished[1:]:
@@ -217,7 +218,7 @@ def test_decode_steps_and_compiled_training_leave_each_other_alone(
             assert list(other.tokens[name, 0]) == list(finished[0].tokens[name, 0])
 
 
-@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "fused"])
 def test_neighbours_change_no_token(load: Callable[..., BaseModel], ranks: dict[str, int]) -> None:
     model = load("qwen3")
     _, versions = publish(model, ranks)
@@ -235,25 +236,25 @@ def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., 
 
     def moved_after(num_steps: int, *, ahead: bool) -> Finished:
         model, finished = load("qwen3"), Finished()
-        studio, versions = publish(model, {"a": 16, "c": 4})  # "c" comes first, later last
+        harness, versions = publish(model, {"a": 16, "c": 4})  # "c" comes first, later last
         sampler, scheduler = Sampler(model, num_pages=64, compile_decode=False), make_scheduler(64)
         if not ahead:
             sampler._decode.launch_ahead = lambda *_: None  # type: ignore
         for n in range(6):
             version = versions["a" if n % 2 else "c"]
-            sampler.acquire(version)
+            sampler.pin(version)
             scheduler.add(wanted(f"r{n}", version, prompt(0), max_tokens=40, seed=n, inflight=n % 2 == 0))
         for _ in range(num_steps):
             plan = scheduler.plan()
             assert plan is not None
             finished.take(scheduler.apply(plan, sampler.step(plan)))
-        studio.create("later", 64, seed=9)
+        harness.create("later", 64, seed=9)
         model.bank.publish("later", new)
-        sampler.acquire(new, 3)
+        sampler.pin(new, 3)
         scheduler.move(scheduler.followers(new), new)
-        sampler.release(versions["c"], 3)
-        row = model.bank.pin(versions["c"])
-        model.bank.work_slab(row.rank_class)[row.slot].fill_(torch.nan)
+        sampler.unpin(versions["c"], 3)
+        row = model.bank.pin_version(versions["c"])
+        model.bank.compute_slab(row.rank_bucket)[row.slot].fill_(torch.nan)
         return run(scheduler, sampler, finished)  # type: ignore[arg-type]
 
     finished, expected = moved_after(12, ahead=True), moved_after(13, ahead=False)
@@ -264,7 +265,7 @@ def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., 
         np.testing.assert_allclose(finished.logprobs[key], expected.logprobs[key], atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "beside"])
+@pytest.mark.parametrize("ranks", [RANKS, FEW], ids=["apart", "fused"])
 def test_one_adapters_nan_reaches_no_other(load: Callable[..., BaseModel], ranks: dict[str, int]) -> None:
     model = load("qwen3")
     _, versions = publish(model, ranks)
@@ -275,11 +276,11 @@ def test_one_adapters_nan_reaches_no_other(load: Callable[..., BaseModel], ranks
     before, _ = sample(model, who)
     sampler = Sampler(model, num_pages=64, compile_decode=False)
     row = model.bank.row("c")
-    model.bank.work_slab(row.rank_class)[row.slot].fill_(torch.nan)
+    model.bank.compute_slab(row.rank_bucket)[row.slot].fill_(torch.nan)
     model.bank.publish("c", Version(model_id="c", number=2))
     sane = {name: one for name, one in who.items() if not name.startswith("c")}
     broken = {name: (Version(model_id="c", number=2), one[1]) for name, one in who.items() if name.startswith("c")}
-    # The second time, pages hold what the first left; the third, spare rows do.
+    # The second time, pages hold what the first left; the third, fused columns do.
     for together in (sane | broken, sane | broken, sane):
         after, _ = sample(model, together, sampler=sampler)
         for name in sane:
@@ -287,7 +288,7 @@ def test_one_adapters_nan_reaches_no_other(load: Callable[..., BaseModel], ranks
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_adapters_take_turns_in_the_spare_rows(load: Callable[..., BaseModel], compiled: bool) -> None:
+def test_adapters_take_turns_in_the_fused_columns(load: Callable[..., BaseModel], compiled: bool) -> None:
     """All at once they do not fit; four at a time they do, in place of the four before."""
     model = load("qwen3")
     _, versions = publish(model, {f"n{number}": 32 for number in range(10)})
@@ -303,19 +304,19 @@ def test_adapters_take_turns_in_the_spare_rows(load: Callable[..., BaseModel], c
             assert list(found.tokens[name, 0]) == list(together.tokens[name, 0]), (first, name)
             np.testing.assert_allclose(found.logprobs[name, 0], together.logprobs[name, 0], atol=1e-4)
     assert sampler._decode is not None
-    assert all(key.beside for key in sampler._decode._graphs)
+    assert all(key.lora_a_fused for key in sampler._decode._graphs)
 
 
 def test_graphs_follow_a_slab_that_has_grown(load: Callable[..., BaseModel]) -> None:
     model = load("llama")
-    studio, versions = publish(model, {"a": 8})
+    harness, versions = publish(model, {"a": 8})
     sampler = Sampler(model, num_pages=64, compile_decode=False)
     who = {"x": (versions["a"], prompt(2))}
     before, _ = sample(model, who, sampler=sampler)
-    at = model.bank.work_slab(8).data_ptr()
+    at = model.bank.compute_slab(8).data_ptr()
     for number in range(40):
-        studio.create(f"more{number}", 8, seed=number)
-    assert model.bank.work_slab(8).data_ptr() != at
+        harness.create(f"more{number}", 8, seed=number)
+    assert model.bank.compute_slab(8).data_ptr() != at
     after, _ = sample(model, who, sampler=sampler)
     assert list(after.tokens["x", 0]) == list(before.tokens["x", 0])
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from descant.model import decode
-from descant.model.passes import PAGE_TOKENS
+from descant.model import paged_batch
+from descant.model.forward_batch import PAGE_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -39,18 +39,18 @@ class Pages:
         self.key = normal(len(POSITIONS), heads, size)
         self.value = normal(len(POSITIONS), heads, value_size)
 
-    def attend(self, rows: list[int], piece_tokens: int, window: int, softcap: float) -> torch.Tensor:
+    def attend(self, rows: list[int], split_tokens: int, window: int, softcap: float) -> torch.Tensor:
         from descant.model.paged_attention import decode_attention
 
-        pieces, parts = decode.pieces(np.array(POSITIONS)[rows], piece_tokens)
-        room = np.full((2 * len(pieces), 5), -1)
-        room[: len(pieces)] = pieces
-        pass_ = decode.DecodePass(
+        splits, partials = paged_batch.kv_splits(np.array(POSITIONS)[rows], split_tokens)
+        room = np.full((2 * len(splits), 5), -1)
+        room[: len(splits)] = splits
+        batch = paged_batch.DecodeMetadata(
             table_NW=self.table_NW[rows],
-            pieces_C5=torch.tensor(room, dtype=torch.int32, device=DEVICE),
-            parts_N2=torch.tensor(parts, dtype=torch.int32, device=DEVICE),
-            num_pieces=len(room),
-            num_parts=len(room) if parts.any() else 0,
+            splits_C5=torch.tensor(room, dtype=torch.int32, device=DEVICE),
+            partials_N2=torch.tensor(partials, dtype=torch.int32, device=DEVICE),
+            num_splits=len(room),
+            num_partials=len(room) if partials.any() else 0,
         )
         return decode_attention(
             self.query[rows],
@@ -58,7 +58,7 @@ class Pages:
             self.value[rows],
             self.keys,
             self.values,
-            pass_,
+            batch,
             scaling=SCALING,
             window=window,
             softcap=softcap,
@@ -88,7 +88,7 @@ class Pages:
     ("heads", "group", "size", "value_size", "window", "softcap"),
     [(2, 2, 128, 128, 0, 0.0), (1, 3, 24, 16, 50, 0.0), (2, 1, 16, 32, 0, 20.0), (1, 8, 64, 64, 600, 5.0)],
 )
-def test_pieces_add_up(
+def test_splits_add_up(
     heads: int,
     group: int,
     size: int,
@@ -101,12 +101,12 @@ def test_pieces_add_up(
     pages = Pages(heads, group, size, value_size, dtype)
     want = pages.expected(window, softcap)
     everyone = list(range(len(POSITIONS)))
-    for piece_tokens in (128, 512):
-        got = pages.attend(everyone, piece_tokens, window, softcap)
+    for split_tokens in (128, 512):
+        got = pages.attend(everyone, split_tokens, window, softcap)
         assert (got - want).norm() / want.norm() <= tolerance
         for row, position in enumerate(POSITIONS):  # its own are in its page now, where the next step finds them
             page = pages.table_NW[row, position // PAGE_TOKENS]
             assert torch.equal(pages.keys[page, :, position % PAGE_TOKENS], pages.key[row])
             assert torch.equal(pages.values[page, :, position % PAGE_TOKENS], pages.value[row])
         for row in everyone:
-            assert torch.equal(pages.attend([row], piece_tokens, window, softcap)[0], got[row]), "alone as among others"
+            assert torch.equal(pages.attend([row], split_tokens, window, softcap)[0], got[row]), "alone as among others"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from descant.errors import UserError
-from descant.train.optim import Row, adamw, largest
+from descant.train.optim import StepRow, adamw, largest
 from descant.types import AdamParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SIZES = (64, 3_000_064, 640, 100_032)
 
 
-def rows(params: AdamParams, *, bad: int | None = None) -> list[Row]:
+def rows(params: AdamParams, *, bad: int | None = None) -> list[StepRow]:
     generator = torch.Generator("cuda").manual_seed(0)
     made = []
     for number, size in enumerate(SIZES):
@@ -24,7 +24,7 @@ def rows(params: AdamParams, *, bad: int | None = None) -> list[Row]:
         if number == bad:
             gradient[size - 3] = torch.nan
         made.append(
-            Row(
+            StepRow(
                 weights=weights,
                 gradient=gradient,
                 moment1=moment1,

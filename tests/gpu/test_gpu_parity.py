@@ -11,10 +11,11 @@ import torch
 
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
-from descant.sample.scheduler import SampleLimits, Scheduler
-from descant.sample.step import Sampler
+from descant.sample.plan import SampleLimits
+from descant.sample.runner import Sampler
+from descant.sample.scheduler import Scheduler
+from descant.testing.learner import LearnerHarness, datum, some_commands, tokens
 from descant.testing.paged_sampler import run
-from descant.testing.studio import Studio, datum, some_commands, tokens
 from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
 from descant.types import AdamParams, Datum, EncodedText, SampleRequest, SamplingParams, Version
 
@@ -39,11 +40,11 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.cpu() - want).norm() / want.norm())
 
 
-def studio_of(model: BaseModel, ranks: Mapping[str, int] = ADAPTERS) -> Studio:
-    studio = Studio(model)
+def harness_of(model: BaseModel, ranks: Mapping[str, int] = ADAPTERS) -> LearnerHarness:
+    harness = LearnerHarness(model)
     for number, (name, rank) in enumerate(ranks.items()):
-        studio.create(name, rank, seed=number)
-    return studio
+        harness.create(name, rank, seed=number)
+    return harness
 
 
 def all_experts(model: BaseModel) -> BaseModel:
@@ -57,9 +58,9 @@ ARCHITECTURES = ["llama", "qwen3", "gemma2", "mistral", "gpt_neox", "qwen3_moe"]
 
 
 def gradients(model: BaseModel, ranks: Mapping[str, int] = ADAPTERS) -> dict[str, torch.Tensor]:
-    studio = studio_of(model, ranks)
-    studio.run(*some_commands(studio, list(ranks)))
-    return {name: studio.gradient(name).cpu() for name in ranks}
+    harness = harness_of(model, ranks)
+    harness.run(*some_commands(harness, list(ranks)))
+    return {name: harness.gradient(name).cpu() for name in ranks}
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -101,12 +102,12 @@ def test_narrow_ranks_of_several_classes_in_one_run_are_as_near_to_fp32_as_in_a_
     mixed = gradients(model, NARROW)
     for name in NARROW:
         model.bank.delete(name)
-    studio = studio_of(model, NARROW)
-    for command in some_commands(studio, list(NARROW)):
-        studio.run(command)
+    harness = harness_of(model, NARROW)
+    for command in some_commands(harness, list(NARROW)):
+        harness.run(command)
     for name in NARROW:
         assert relative(mixed[name], exact[name]) <= 2 * relative(loop[name], exact[name]) + 0.02, name
-        assert relative(mixed[name], exact[name]) <= 1.2 * relative(studio.gradient(name), exact[name]) + 0.01, name
+        assert relative(mixed[name], exact[name]) <= 1.2 * relative(harness.gradient(name), exact[name]) + 0.01, name
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
@@ -114,16 +115,16 @@ def test_sampled_logprobs_equal_the_trainers(
     load: Callable[..., BaseModel], dtype: torch.dtype, tolerance: float
 ) -> None:
     model = load("qwen3", "cuda", dtype)
-    studio = studio_of(model)
+    harness = harness_of(model)
     versions = [Version(model_id=name, number=1) for name in ADAPTERS]
     for version in versions:
         model.bank.publish(version.model_id, version)
     scheduler = Scheduler(
         SampleLimits(
-            max_running=8,
+            max_num_seqs=8,
             num_pages=64,
-            step_tokens=100,
-            max_waiting=100,
+            max_num_batched_tokens=100,
+            max_queued_requests=100,
             max_context_length=MAX_CONTEXT_LENGTH,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=(EOS_TOKEN_ID,),
@@ -134,7 +135,7 @@ def test_sampled_logprobs_equal_the_trainers(
     sampler = Sampler(model, num_pages=64)
     prompts = {v: np.random.default_rng(i).integers(0, VOCAB_SIZE, 20 + 30 * i) for i, v in enumerate(versions)}
     for version, prompt in prompts.items():
-        sampler.acquire(version)
+        sampler.pin(version)
         scheduler.add(
             SampleRequest(
                 request_id=version.model_id,
@@ -153,7 +154,7 @@ def test_sampled_logprobs_equal_the_trainers(
             model_input=(EncodedText(tokens=whole[:-1].astype(np.int32)),),
             loss_fn_inputs={"target_tokens": whole[1:].astype(np.int64)},
         )
-        [output] = studio.run(studio.command(version.model_id, scored, forward_only=True))
+        [output] = harness.run(harness.command(version.model_id, scored, forward_only=True))
         differences.append(np.abs(output.loss_fn_outputs[0]["logprobs"][len(prompt) - 1 :] - sampled))
     assert np.concatenate(differences).mean() <= tolerance
 
@@ -161,8 +162,8 @@ def test_sampled_logprobs_equal_the_trainers(
 @pytest.mark.parametrize("compile", [False, True])
 def test_recomputed_layers_change_nothing(load: Callable[..., BaseModel], compile: bool) -> None:
     model = load("qwen3", "cuda", torch.bfloat16, compile=compile)
-    assert model.activations is not None
-    assert model.activations.layer > model.activations.input > 0
+    assert model.activation_memory is not None
+    assert model.activation_memory.layer > model.activation_memory.input > 0
     found = []
     for free in (float("inf"), 0.0):
         model.free_bytes = lambda free=free: free  # type: ignore[method-assign]
@@ -174,7 +175,7 @@ def test_recomputed_layers_change_nothing(load: Callable[..., BaseModel], compil
 
 
 def test_neighbours_change_nothing_of_weight(load: Callable[..., BaseModel]) -> None:
-    alone, together = (studio_of(load("llama", "cuda", torch.float32)) for _ in range(2))
+    alone, together = (harness_of(load("llama", "cuda", torch.float32)) for _ in range(2))
     alone.run(alone.command("c", datum(70, 3), datum(9, 4)))
     together.run(
         *some_commands(together, [name for name in ADAPTERS if name != "c"]),
@@ -189,8 +190,8 @@ def test_what_datums_begin_with_in_common_is_computed_once(
     load: Callable[..., BaseModel], arch: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Samples of one prompt, turns of a conversation and a datum twice, in one pass and each in a pass of its own."""
-    studio = Studio(load(arch, "cuda", dtype))
-    studio.create("a")
+    harness = LearnerHarness(load(arch, "cuda", dtype))
+    harness.create("a")
     text = tokens(400, 0)
     ends = [np.concatenate([text[:200], tokens(20 + 7 * number, number + 1)]) for number in range(8)]
     streams = [*ends, text[:250], text[:300], text[:300], text[:399]]
@@ -201,15 +202,15 @@ def test_what_datums_begin_with_in_common_is_computed_once(
         )
         for stream in streams
     ]
-    command = studio.command("a", *data)
-    request = studio.learner.open(command)
-    for part in studio.parts(request, command):
-        studio.learner.run([part])
-    want, gradient = studio.learner.close(request), studio.gradient("a")
-    studio.step("a", AdamParams(learning_rate=0.0))
-    [got] = studio.run(command)
+    command = harness.command("a", *data)
+    request = harness.learner.open(command)
+    for part in harness.parts(request, command):
+        harness.learner.run([part])
+    want, gradient = harness.learner.close(request), harness.gradient("a")
+    harness.step("a", AdamParams(learning_rate=0.0))
+    [got] = harness.run(command)
     assert got.metrics["tokens_computed:sum"] == 399 + sum(20 + 7 * number for number in range(8))
     assert got.metrics["tokens:sum"] == want.metrics["tokens_computed:sum"]
-    assert relative(studio.gradient("a"), gradient.cpu()) <= tolerance
+    assert relative(harness.gradient("a"), gradient.cpu()) <= tolerance
     for mine, alone in zip(got.loss_fn_outputs, want.loss_fn_outputs, strict=True):
         assert np.abs(mine["logprobs"] - alone["logprobs"]).mean() <= tolerance

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from descant.model.bank import AdapterBank, LoraSite
-from descant.types import LoraConfig, Version
+from descant.adapters.bank import AdapterBank
+from descant.adapters.layout import LoraSite
+from descant.adapters.offload import SpillDirectory
+from descant.types import Lora, Version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -27,31 +29,33 @@ def busy() -> None:
         a = (a @ a).clamp(-1, 1)
 
 
-@pytest.mark.parametrize("max_host_bytes", [4 << 30, 0], ids=["host", "disk"])
+@pytest.mark.parametrize("host_bytes", [4 << 30, 0], ids=["host", "disk"])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_comes_back_is_what_was_there(max_host_bytes: int, seed: int, tmp_path: Path) -> None:
+def test_what_comes_back_is_what_was_there(host_bytes: int, seed: int, tmp_path: Path) -> None:
     device = torch.device("cuda")
-    bank = AdapterBank(SITES, device=device, dtype=torch.bfloat16, max_host_bytes=max_host_bytes, spill_dir=tmp_path)
-    names = {f"m{index}": LoraConfig(rank=rank, seed=index) for index, rank in enumerate(RANKS)}
+    bank = AdapterBank(
+        SITES, device=device, dtype=torch.bfloat16, host_bytes=host_bytes, spill=SpillDirectory(tmp_path)
+    )
+    names = {f"m{index}": Lora(rank=rank, seed=index) for index, rank in enumerate(RANKS)}
     for name, lora in names.items():
         bank.create(name, lora)
     size = bank.bytes_in_use("m2")[0]
-    bank.max_adapter_bytes = 3 * size
+    bank.adapter_bytes = 3 * size
     choose, generator = random.Random(seed), torch.Generator(device).manual_seed(seed)
     expected: dict[str, list[torch.Tensor]] = {}
     for _ in range(120):
         if choose.random() < 0.2:  # slabs grow and shrink beside the moves
-            bank.max_adapter_bytes = choose.choice((3, 3, 5)) * size
+            bank.adapter_bytes = choose.choice((3, 3, 5)) * size
         name, *others = choose.sample(list(names), 4)
         adapter = bank[name]
         bank.prefetch(others, keep={name})
-        with bank.held(name):
+        with bank.pinned_adapter(name):
             busy()
             rows = [bank.weights(name), *bank.moments(name), bank.gradient(name)]
             if name in expected:
                 for row, numbers in zip(rows, expected[name]):
                     assert torch.equal(row, numbers)
-                work = bank.work_slab(adapter.rank_class)[adapter.work]
+                work = bank.compute_slab(adapter.rank_bucket)[adapter.compute_slot]
                 assert torch.equal(work, expected[name][0].bfloat16())
             for row in rows:
                 parts = bank.export(row, adapter.lora)
@@ -60,21 +64,21 @@ def test_what_comes_back_is_what_was_there(max_host_bytes: int, seed: int, tmp_p
                 bank.import_row(parts, adapter.lora, row)
             adapter.gradient_free = False
             adapter.step += 1
-            bank.refresh_work(name)
+            bank.refresh_compute(name)
             expected[name] = [row.clone() for row in rows]
         if choose.random() < 0.2:  # others take and free rows on the computation's own stream
-            scratch = bank.take_scratch(adapter.rank_class)
-            assert bank.gradient_row(adapter.rank_class, scratch).count_nonzero() == 0
-            bank.gradient_row(adapter.rank_class, scratch).fill_(float("nan"))
-            bank.free_scratch(adapter.rank_class, scratch)
+            scratch = bank.allocate_scratch(adapter.rank_bucket)
+            assert bank.gradient_row(adapter.rank_bucket, scratch).count_nonzero() == 0
+            bank.gradient_row(adapter.rank_bucket, scratch).fill_(float("nan"))
+            bank.free_scratch(adapter.rank_bucket, scratch)
             version = Version(model_id=name, number=adapter.step)
             bank.publish(name, version)
-            row = bank.pin(version)
-            assert torch.equal(bank.work_slab(row.rank_class)[row.slot], expected[name][0].bfloat16())
-            bank.unpin(version)
+            row = bank.pin_version(version)
+            assert torch.equal(bank.compute_slab(row.rank_bucket)[row.slot], expected[name][0].bfloat16())
+            bank.unpin_version(version)
             bank.release(version)
     stats = bank.stats()
-    assert stats["evictions"] > 20
-    assert stats["adapters_resident_bytes"] <= bank.max_adapter_bytes
-    if max_host_bytes:
-        assert stats["loads_ahead"] > 0
+    assert stats["adapter_offloads"] > 20
+    assert stats["adapters_resident_bytes"] <= bank.adapter_bytes
+    if host_bytes:
+        assert stats["adapter_prefetches"] > 0

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from descant.model.load import ModelSource, load_model
-from descant.ranks.settings import RankSettings
-from descant.ranks.turns import Rows
+from descant.ranks.ops import Prefetch, Rows
+from descant.ranks.settings import ReplicaSettings, SampleSettings
 from descant.ranks.worker import Worker
 from descant.testing.tiny import tiny_model
-from descant.types import AdamParams, CreateModel, LoraConfig, OptimStep, OptimStepOutput, Snapshot
+from descant.types import AdamParams, CreateModel, Lora, OptimStep, OptimStepOutput, Snapshot
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -25,25 +25,25 @@ CYCLES = 2_000_000_000
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
     source = ModelSource(name="tiny", directory=tiny_model("llama", tmp_path_factory.mktemp("tiny") / "tiny"))
     model = load_model(source, device=torch.device("cuda"), dtype=torch.float32, check=False, compile=False)
-    return Worker(model, RankSettings(kv_bytes=1 << 20, max_running=2))
+    return Worker(model, ReplicaSettings(sample=SampleSettings(max_num_seqs=2, kv_cache_bytes=1 << 20)))
 
 
 def prepare(worker: Worker, model_id: str) -> None:
     """A model of the same numbers whatever its name, with a gradient, at rest."""
-    worker.rows(Rows(commands=(CreateModel(model_id=model_id, lora=LoraConfig(rank=8, seed=1)),)))
-    bank = worker._model.bank
+    worker.execute(Rows(commands=(CreateModel(model_id=model_id, trainable=Lora(rank=8, seed=1)),)))
+    bank = worker.model.bank
     gradient = bank.gradient(model_id)
     gradient.copy_(torch.randn(gradient.shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda"))
     bank[model_id].gradient_free = False
-    worker._come_to_rest()
+    worker.train._record_rows_ready()
 
 
 def numbers(worker: Worker, model_id: str) -> list[torch.Tensor]:
-    bank = worker._model.bank
+    bank = worker.model.bank
     return [
         bank.state(model_id).clone(),
         bank.gradient(model_id).clone(),
-        bank.work_slab(8)[bank[model_id].work].clone(),
+        bank.compute_slab(8)[bank[model_id].compute_slot].clone(),
     ]
 
 
@@ -55,7 +55,7 @@ def stepped(worker: Worker, model_id: str, before: Callable[[], None]) -> tuple[
     busy = torch.cuda.current_stream().record_event()
     step = OptimStep(model_id=model_id, seq_id=1, adam_params=PARAMS)
     snapshot = Snapshot(model_id=model_id, seq_id=2, kind="sampler", for_disk=False)
-    outcome, _ = worker.rows(Rows(commands=(step, snapshot)))
+    outcome, _ = worker.execute(Rows(commands=(step, snapshot)))
     waited = busy.query()
     assert isinstance(outcome.result, OptimStepOutput)
     return waited, outcome.result.metrics["grad_norm:mean"]
@@ -63,7 +63,7 @@ def stepped(worker: Worker, model_id: str, before: Callable[[], None]) -> tuple[
 
 def test_what_came_after_its_gradient_is_not_waited_for(worker: Worker) -> None:
     prepare(worker, "first")
-    worker._at_rest = None
+    worker.train._rows_ready = None
     waited, norm = stepped(worker, "first", lambda: None)
     assert waited, "without a time at which the rows were at rest it must wait"
     prepare(worker, "second")
@@ -76,19 +76,19 @@ def test_what_came_after_its_gradient_is_not_waited_for(worker: Worker) -> None:
 
 @pytest.mark.parametrize("moves", ["out and back", "back beside"])
 def test_what_moved_its_rows_is_waited_for(worker: Worker, moves: str) -> None:
-    bank, stays, moved = worker._model.bank, f"stays, {moves}", f"moved, {moves}"
+    bank, stays, moved = worker.model.bank, f"stays, {moves}", f"moved, {moves}"
     prepare(worker, stays)
     _, norm = stepped(worker, stays, lambda: None)
     prepare(worker, moved)
 
     def move() -> None:
-        bank._park(bank[moved])
+        bank.residency.offload(bank[moved])
         if moves == "back beside":
-            worker.prefetch([moved], keep=[])
+            worker.execute(Prefetch(model_ids=(moved,), keep=()))
 
     if moves == "back beside":  # it was at rest before it came back, not before it was looked at
         move()
-        worker._come_to_rest()
+        worker.train._record_rows_ready()
         waited, again = stepped(worker, moved, lambda: None)
     else:
         waited, again = stepped(worker, moved, move)
@@ -105,17 +105,17 @@ def test_many_steps_behind_busy_streams_are_those_of_quiet_ones(worker: Worker) 
         prepare(worker, model_id)
         norms = []
         for seq_id in range(1, 20):
-            gradient = worker._model.bank.gradient(model_id)
+            gradient = worker.model.bank.gradient(model_id)
             noise = torch.randn(gradient.shape, generator=torch.Generator("cuda").manual_seed(seq_id), device="cuda")
             if busy:
                 torch.cuda._sleep(3_000_000)
             gradient.copy_(noise)
-            worker._model.bank[model_id].gradient_free = False
-            worker._come_to_rest()
+            worker.model.bank[model_id].gradient_free = False
+            worker.train._record_rows_ready()
             if busy:
                 torch.cuda._sleep(3_000_000)
             step = OptimStep(model_id=model_id, seq_id=seq_id, adam_params=PARAMS)
-            [outcome] = worker.rows(Rows(commands=(step,)))
+            [outcome] = worker.execute(Rows(commands=(step,)))
             assert isinstance(outcome.result, OptimStepOutput)
             norms.append(outcome.result.metrics["grad_norm:mean"])
         found.append((norms, numbers(worker, model_id)))

@@ -19,16 +19,16 @@ from torch.distributions import Categorical
 from transformers import AutoModelForCausalLM
 
 from descant.model.load import ModelSource, load_model, resolve_model
-from descant.testing.studio import Studio, datum, rl_datum, some_commands
+from descant.testing.learner import LearnerHarness, datum, rl_datum, some_commands
 from descant.testing.tiny import tiny_model
 from descant.train.check import dense_inputs, loss_fn_config
-from descant.train.loss import wanted
+from descant.train.loss import loss_mask
 from descant.types import (
     AdamParams,
     Datum,
     EncodedText,
     ForwardBackward,
-    LoraConfig,
+    Lora,
     ModelInput,
     input_length,
     input_tokens,
@@ -40,7 +40,7 @@ transformers' own attention functions end 1.0e-3 of the update apart on SmolLM2,
 
 
 class PeftLoop:
-    def __init__(self, directory: Path, lora: LoraConfig, tensors: dict[str, torch.Tensor]):
+    def __init__(self, directory: Path, lora: Lora, tensors: dict[str, torch.Tensor]):
         base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
         sites = [name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors]
         sites = [name for name in sites if not name.endswith("lora_B.weight")]
@@ -112,12 +112,22 @@ class PeftLoop:
 
 
 def trains(command: ForwardBackward, item: Datum) -> torch.Tensor:
-    return torch.from_numpy(wanted(command.loss_fn, dense_inputs(item, command.loss_fn)))
+    return torch.from_numpy(loss_mask(command.loss_fn, dense_inputs(item, command.loss_fn)))
 
 
-def assert_parity(studio: Studio, directory: Path, model_id: str, turns: Sequence[Sequence[ForwardBackward]]) -> None:
-    """``turns[i]``: the commands of one shared pass, ``model_id``'s among them; each ends with a step of everybody."""
-    lora, bank = studio.bank[model_id].lora, studio.bank
+def assert_parity(
+    harness: LearnerHarness,
+    directory: Path,
+    model_id: str,
+    turns: Sequence[Sequence[ForwardBackward]],
+    *,
+    gradients: float = 1e-4,
+    updates: float = 1e-3,
+) -> None:
+    """``turns[i]``: the commands of one shared pass, ``model_id``'s among them; each ends with a step of everybody.
+    ``gradients``: how far one may be off, of the largest of its tensor; ``updates``: how far all three steps may be, of
+    their norm."""
+    lora, bank = harness.bank[model_id].lora, harness.bank
 
     def weights() -> dict[str, torch.Tensor]:
         return bank.export(bank.weights(model_id), lora)
@@ -125,7 +135,7 @@ def assert_parity(studio: Studio, directory: Path, model_id: str, turns: Sequenc
     start = weights()
     reference = PeftLoop(directory, lora, start)
     for number, commands in enumerate(turns):
-        outputs = studio.run(*commands)
+        outputs = harness.run(*commands)
         own = next(index for index, command in enumerate(commands) if command.model_id == model_id)
         loss = reference.forward_backward(commands[own])
         if number == 0:
@@ -136,59 +146,61 @@ def assert_parity(studio: Studio, directory: Path, model_id: str, turns: Sequenc
                 expected = reference.parameters[name].grad
                 assert expected is not None
                 assert expected.abs().max() > 0, name
-                assert (gradient - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+                assert (gradient - expected).abs().max() <= gradients * expected.abs().max(), name
         norm = reference.step()
         reference.optimizer.zero_grad()
         for command in commands:
-            metrics = studio.step(command.model_id, PARAMS)
+            metrics = harness.step(command.model_id, PARAMS)
             if command.model_id == model_id and number == 0:
                 assert metrics["grad_norm:mean"] == pytest.approx(norm, rel=1e-4)
 
     error = torch.cat([(got - reference.parameters[name].detach()).flatten() for name, got in weights().items()])
     update = torch.cat([(reference.parameters[name].detach() - old).flatten() for name, old in start.items()])
     assert update.norm() > 0
-    assert error.norm() <= 1e-3 * update.norm()
+    assert error.norm() <= updates * update.norm()
 
 
-def load(directory: Path) -> Studio:
+def load(directory: Path) -> LearnerHarness:
     source = ModelSource(name="reference", directory=directory)
-    return Studio(load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False))
+    return LearnerHarness(load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False))
 
 
 @pytest.mark.parametrize("arch", ["llama", "llama_tied", "qwen3", "gemma2", "gpt_neox", "qwen3_moe"])
-@pytest.mark.parametrize("company", ["alone", "packed"])
+@pytest.mark.parametrize("batch", ["alone", "packed"])
 @pytest.mark.parametrize(
     "number", range(6), ids=["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 )
-def test_tiny(tmp_path: Path, arch: str, company: str, number: int) -> None:
-    studio = load(tiny_model(arch, tmp_path / arch))
+def test_tiny(tmp_path: Path, arch: str, batch: str, number: int) -> None:
+    harness = load(tiny_model(arch, tmp_path / arch))
     ranks = (8, 3, 16, 1, 32, 256, 8, 5)
     flags = ({}, {}, {"train_mlp": False}, {}, {"train_unembed": False}, {}, {"train_attn": False}, {})
     for other, (rank, chosen) in enumerate(zip(ranks, flags, strict=True)):
-        studio.create(f"m{other}", rank, seed=other, **chosen)
+        harness.create(f"m{other}", rank, seed=other, **chosen)
     turns = []
     for _ in range(3):
-        commands = some_commands(studio, [f"m{other}" for other in range(8)])
-        turns.append(commands if company == "packed" else [commands[number]])
-    assert_parity(studio, studio.model.directory, f"m{number}", turns)
+        commands = some_commands(harness, [f"m{other}" for other in range(8)])
+        turns.append(commands if batch == "packed" else [commands[number]])
+    assert_parity(harness, harness.model.directory, f"m{number}", turns)
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_neox", "qwen3_moe"])
 def test_samples_of_one_prompt(tmp_path: Path, arch: str) -> None:
     """Shared in the pass (also beside another adapter's samples of the same prompt), each alone in the reference."""
-    studio = load(tiny_model(arch, tmp_path / arch))
+    harness = load(tiny_model(arch, tmp_path / arch))
     for number, model_id in enumerate("ab"):
-        studio.create(model_id, 8, seed=number)
+        harness.create(model_id, 8, seed=number)
     prompt = datum(40).model_input
     samples = [rl_datum(48 + number, number) for number in range(8)]
     samples = [replace(item, model_input=continued(prompt, item)) for item in samples]
-    turns = [[studio.command(model_id, *samples, loss_fn="importance_sampling") for model_id in "ab"] for _ in range(3)]
-    [output, _] = studio.run(*turns[0])
+    turns = [
+        [harness.command(model_id, *samples, loss_fn="importance_sampling") for model_id in "ab"] for _ in range(3)
+    ]
+    [output, _] = harness.run(*turns[0])
     assert output.metrics["tokens_computed:sum"] == output.metrics["tokens:sum"] - 7 * 40
     for model_id in "ab":
-        studio.bank.gradient(model_id).zero_()
-        studio.bank[model_id].gradient_free = True
-    assert_parity(studio, studio.model.directory, "a", turns)
+        harness.bank.gradient(model_id).zero_()
+        harness.bank[model_id].gradient_free = True
+    assert_parity(harness, harness.model.directory, "a", turns)
 
 
 def continued(prompt: ModelInput, item: Datum) -> ModelInput:
@@ -198,16 +210,18 @@ def continued(prompt: ModelInput, item: Datum) -> ModelInput:
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("company", ["alone", "packed"])
-def test_smollm2(company: str) -> None:
+@pytest.mark.parametrize("batch", ["alone", "packed"])
+def test_smollm2(batch: str) -> None:
     directory = resolve_model("smollm2").directory
-    studio = load(directory)
+    harness = load(directory)
     ranks = (8, 3, 16, 1, 8, 4, 2, 5)
-    for other, rank in enumerate(ranks[: 1 if company == "alone" else 8]):
-        studio.create(f"m{other}", rank, seed=other, b_std=0.005)
+    for other, rank in enumerate(ranks[: 1 if batch == "alone" else 8]):
+        harness.create(f"m{other}", rank, seed=other, b_std=0.005)
     turns = []
     for _ in range(3):
-        own = studio.command("m0", datum(21, 1), datum(9, 2, weights=np.linspace(-0.5, 1, 9)))
-        others = some_commands(studio, [f"m{other}" for other in range(1, 8)])
-        turns.append([own, *others] if company == "packed" else [own])
-    assert_parity(studio, directory, "m0", turns)
+        own = harness.command("m0", datum(21, 1), datum(9, 2, weights=np.linspace(-0.5, 1, 9)))
+        others = some_commands(harness, [f"m{other}" for other in range(1, 8)])
+        turns.append([own, *others] if batch == "packed" else [own])
+    # Behind 30 layers rounding is 2e-5 with AVX-512 and 1.4e-4 with AVX2, whose products add up in another order; three
+    # steps are 1.7e-3 apart there with two threads, and within 1e-3 with one.
+    assert_parity(harness, directory, "m0", turns, gradients=5e-4, updates=5e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +15,13 @@ from tinker import types
 
 from descant import app
 from descant.config import Settings, load_settings
+from descant.doctor import FAILURE_FILE, LastFailure
 from descant.errors import UserError
+from descant.ranks.health import Death
 from descant.service.backends import Backend
+from descant.testing.clock import FakeClock
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
+from descant.testing.pools import FakeReplica
 from descant.types import ForwardBackward
 
 
@@ -116,3 +121,38 @@ def test_a_data_directory_that_cannot_be_is_a_sentence(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="as data_dir"), app.only_server_of(tmp_path / "file"):
         pass
+
+
+# --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_more_replicas_than_gpus_are_refused(tmp_path: Path) -> None:
+    settings = load_settings(None, ["parallel.replicas=2"], base=Settings(data_dir=tmp_path))
+    with pytest.raises(UserError, match=r"parallel.replicas is 2"):
+        await app.ThisMachine(("0",)).specs([app.base_spec("m", settings)])
+
+
+async def test_bases_divide_the_gpus(tmp_path: Path) -> None:
+    settings = load_settings(base=Settings(data_dir=tmp_path))
+    specs = await app.ThisMachine(("0", "1", "2")).specs([app.base_spec(name, settings) for name in ("m", "n")])
+    visible = [[spec.gpus for spec in of_base] for of_base in specs]
+    assert visible == [[("0",), ("1",)], [("2",)]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", "mps"])
+def test_gpus_are_not_asked_for_where_none_is_wanted(device: str) -> None:
+    assert app.visible_gpus(device) == ()
+
+
+async def test_the_last_failure_is_kept_on_disk_and_what_ranks_printed_is_not_reported(tmp_path: Path) -> None:
+    failures = app.Failures(tmp_path, FakeClock())
+    health = FakeReplica().health
+    assert failures.report("replica 0 of m", health).last_failure is None
+    await failures.record("replica 0 of m", Death(message="it was killed", last_lines="a secret"))
+    reported = failures.report("replica 0 of m", health).last_failure
+    assert reported is not None
+    assert (reported.death.message, reported.death.last_lines) == ("it was killed", "")
+    assert failures.report("replica 1 of m", health).last_failure is None
+    written = LastFailure.from_json(json.loads((tmp_path / FAILURE_FILE).read_text()))
+    assert (written.who, written.death.last_lines) == ("replica 0 of m", "a secret")
+    await app.Failures(tmp_path / "missing", FakeClock()).record("m", Death(message="it was killed"))  # raises nothing

@@ -12,7 +12,7 @@ from descant import bench
 from descant.cli import main
 from descant.testing.tiny import tiny_model
 
-FIELDS = {"id", "what", "value", "unit", "baseline", "ratio", "limit", "fraction_of_limit", "device", "torch"}
+FIELDS = {"id", "what", "value", "unit", "baseline", "ratio", "roofline", "fraction_of_roofline", "device", "torch"}
 
 
 def test_every_measurement_makes_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -26,5 +26,5 @@ def test_every_measurement_makes_its_row(tmp_path: Path, monkeypatch: pytest.Mon
     for row in rows:
         assert set(row) == FIELDS
         assert row["ratio"] == pytest.approx(row["value"] / row["baseline"])
-        assert row["fraction_of_limit"] == pytest.approx(row["value"] / row["limit"])
+        assert row["fraction_of_roofline"] == pytest.approx(row["value"] / row["roofline"])
         assert row["id"] in result.output

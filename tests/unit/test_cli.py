@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from descant.cli import main
+from descant.cli import LogFormatter, main
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,19 @@ def test_flags_win_over_set_and_set_over_the_file(tmp_path: Path, monkeypatch: p
 def test_version():
     result = CliRunner().invoke(main, ["--version"])
     assert result.output.startswith("descant 0.")
+
+
+def test_nobody_whose_text_is_logged_can_begin_a_line_or_go_back_on_one():
+    formatter = LogFormatter("%(levelname)s %(name)s: %(message)s")
+    text = "a\rINFO x: forged\nINFO x: forged\x1b[31m\x00\x85\u2028é\tb"
+    record = logging.LogRecord("n", logging.INFO, "", 1, "got %s", (text,), None)
+    assert formatter.format(record) == (
+        "INFO n: got a\\rINFO x: forged\n  INFO x: forged\\x1b[31m\\x00\\x85\\u2028é\tb"
+    )
+    try:
+        raise ValueError(text)
+    except ValueError:
+        record = logging.LogRecord("n", logging.ERROR, "", 1, "failed", (), sys.exc_info())
+    lines = formatter.format(record).split("\n")
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert not any(character in "".join(lines) for character in "\r\x1b\x00\x85\u2028")

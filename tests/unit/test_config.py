@@ -21,12 +21,12 @@ def test_defaults_are_valid_and_serve_on_loopback():
 def test_overrides_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path):
     config = tmp_path / "descant.toml"
     config.write_text('models = ["smollm2"]\n[server]\nport = 9000\n[http]\nlong_poll_s = 20\n')
-    settings = load_settings(config, ["server.port=0", "service.hole_timeout_s=5"])
+    settings = load_settings(config, ["server.port=0", "service.seq_gap_timeout_s=5"])
     assert settings.models == ("smollm2",)
     assert settings.server.port == 0
     assert settings.http.long_poll_s == 20.0
     assert isinstance(settings.http.long_poll_s, float)
-    assert settings.service.hole_timeout_s == 5.0
+    assert settings.service.seq_gap_timeout_s == 5.0
     assert settings.server.host == Settings().server.host
 
 
@@ -45,15 +45,23 @@ def test_keys_come_from_the_file_the_table_and_the_command_line(tmp_path: Path):
     [
         pytest.param("server.prot=1", "no setting 'server.prot'; the nearest is 'server.port'", id="a typing error"),
         pytest.param("port=1", "the nearest is 'server.port'", id="without its table"),
+        pytest.param("rank.max_num_seqs=1", "the nearest is 'sample.max_num_seqs'", id="of another table"),
+        pytest.param("rank.kv_cache_byte=1", "the nearest is 'sample.kv_cache_bytes'", id="of another table, nearly"),
+        pytest.param(
+            "rank.version_byte=1",
+            "the nearest is 'quota.version_bytes' or 'offload.version_bytes'",
+            id="of two other tables, nearly",
+        ),
         pytest.param("server.port=many", "'many' is not a whole number", id="not a number"),
         pytest.param("server.port", "expected KEY=VALUE", id="no value"),
         pytest.param("server=1", "expected one of server.host, server.port", id="a table"),
         pytest.param("server.port.x=1", "no setting 'server.port.x'", id="too deep"),
         pytest.param("auth.keys=x", "expected auth.keys.NAME=VALUE", id="a map without a name"),
         pytest.param("server.port=70000", "expected 0 to 65535", id="port"),
-        pytest.param("service.hole_timeout_s=nan", "expected a finite number", id="NaN"),
-        pytest.param("service.hole_timeout_s=0", "expected a number above 0", id="zero seconds"),
+        pytest.param("service.seq_gap_timeout_s=nan", "expected a finite number", id="NaN"),
+        pytest.param("service.seq_gap_timeout_s=0", "expected a number above 0", id="zero seconds"),
         pytest.param("http.long_poll_s=50", "at most 40", id="longer than the SDK waits"),
+        pytest.param("http.trusted_proxies=10.0.0.0/8,here", "'here' is no address", id="no network"),
         pytest.param("server.host=0.0.0.0", "there are no API keys", id="open to the world"),
         pytest.param("server.host=example.org", "there are no API keys", id="open by name"),
         pytest.param("auth.keys.alice=short", "auth.keys.alice: expected 'tml-'", id="a key the SDK refuses"),
@@ -104,7 +112,16 @@ def test_a_loss_without_a_definition_is_computed_as_the_operator_says():
     assert settings.losses.computed_as() == {"stable_reinforce": "cispo"}
 
 
-def test_guesses_and_the_same_bits_every_time_exclude_each_other():
-    with pytest.raises(UserError, match=r"rank\.drafter is 'ngram' and rank\.deterministic is true"):
-        load_settings(None, ["rank.drafter=ngram", "rank.deterministic=true"])
-    assert load_settings(None, ["rank.drafter=ngram", "rank.draft_tokens=6"]).rank.draft_tokens == 6
+def test_replicas_of_one_role_are_asked_for_in_pairs():
+    with pytest.raises(UserError, match=r"parallel\.train_replicas is set and parallel\.sample_replicas is not"):
+        load_settings(None, ["parallel.train_replicas=1"])
+    with pytest.raises(UserError, match=r"parallel\.replicas is set beside"):
+        load_settings(None, ["parallel.train_replicas=1", "parallel.sample_replicas=1", "parallel.replicas=2"])
+    parallel = load_settings(None, ["parallel.train_replicas=1", "parallel.sample_replicas=3"]).parallel
+    assert parallel.num_replicas == 4
+
+
+def test_speculation_and_batch_invariance_exclude_each_other():
+    with pytest.raises(UserError, match=r"speculative\.method is 'ngram' and sample\.batch_invariant is true"):
+        load_settings(None, ["speculative.method=ngram", "sample.batch_invariant=true"])
+    assert load_settings(None, ["speculative.method=ngram", "speculative.num_tokens=6"]).speculative.num_tokens == 6

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from descant.cli import main
-from descant.dist.failure import DistributedFailure, RankRow, write_report
-from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, Report, last_failure_in, lines_of
+from descant.distributed.failure import DistributedFailure, RankRow, write_report
+from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, ServerReport, last_failure_in, lines_of
 from descant.ranks.health import Death, Health
 
 HEALTH = Health(
@@ -27,10 +27,10 @@ HEALTH = Health(
     runs="a training pass of 2 datums",
     runs_s=3.4,
     num_commands=5,
-    num_samplings=2,
+    num_sample_requests=2,
 )
-VERDICT = DistributedFailure(
-    culprits=[1],
+DISTRIBUTED_FAILURE = DistributedFailure(
+    failed_ranks=[1],
     where="turn[7]/commit",
     cause="it was killed by SIGKILL",
     table=[RankRow(rank=0, state="running", where="at turn[7]/commit", since_s=0.2, last=("all_reduce [4]",))],
@@ -38,13 +38,15 @@ VERDICT = DistributedFailure(
 FAILURE = LastFailure(
     at=0.0,
     who="m",
-    death=Death(message="rank 1 of m was killed by SIGKILL", last_lines="one line\nanother", verdict=VERDICT),
+    death=Death(
+        message="rank 1 of m was killed by SIGKILL", last_lines="one line\nanother", failure=DISTRIBUTED_FAILURE
+    ),
 )
-REPORT = Report(turn_timeout_s=900.0, replicas=[ReplicaReport(name="m", health=HEALTH, last_failure=FAILURE)])
+REPORT = ServerReport(turn_timeout_s=900.0, replicas=[ReplicaReport(name="m", health=HEALTH, last_failure=FAILURE)])
 
 
 def test_a_report_arrives_as_it_was_sent() -> None:
-    arrived = Report.from_json(json.loads(json.dumps(REPORT.to_json())))
+    arrived = ServerReport.from_json(json.loads(json.dumps(REPORT.to_json())))
     assert json.dumps(arrived.to_json()) == json.dumps(REPORT.to_json())
     assert list(lines_of(arrived)) == list(lines_of(REPORT))
 
@@ -55,7 +57,7 @@ def test_a_report_is_printed_whole() -> None:
         "m: serving on cuda",
         "  rank 0: process 12\n  rank 1: process 34 on node-b\n",
         "  runs a training pass of 2 datums, for 3 s",
-        "5 commands, 2 samplings",
+        "5 commands, 2 sample requests",
         ": rank 1 of m was killed by SIGKILL\n",
         "rank 1 failed at turn[7]/commit: it was killed by SIGKILL",
         "rank 0: running, at turn[7]/commit, since 0.2 s\n",
@@ -108,9 +110,9 @@ def test_the_last_failure_of_a_data_directory(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [FAILURE_FILE]
 
 
-def test_the_verdict_in_a_directory_of_a_run(tmp_path: Path) -> None:
-    write_report(str(tmp_path / "failure.json"), VERDICT)
-    assert last_failure_in(tmp_path) == VERDICT.report().splitlines()
+def test_the_failure_in_a_directory_of_a_run(tmp_path: Path) -> None:
+    write_report(str(tmp_path / "failure.json"), DISTRIBUTED_FAILURE)
+    assert last_failure_in(tmp_path) == DISTRIBUTED_FAILURE.report().splitlines()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"at": 0, "who": "m", "message": "x"}'])

@@ -19,12 +19,12 @@ from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG
 from descant.ranks.replica import Replica
 from descant.testing.ranks import tiny_replica
 from descant.testing.trainer import Model, datum, output, result, saved
-from descant.types import AdamParams, CreateModel, LoraConfig, SnapshotRef
+from descant.types import AdamParams, CreateModel, Lora, SnapshotRef
 
 DATA = tuple(datum([(3 * i + j * j) % 200 for j in range(5 + i)]) for i in range(4))
 
 
-async def trained(replica: Replica, lora: LoraConfig, steps: int = 3) -> Model:
+async def trained(replica: Replica, lora: Lora, steps: int = 3) -> Model:
     model = Model(replica, f"rank{lora.rank}")
     await result(model.create(lora))
     for _ in range(steps):
@@ -40,16 +40,16 @@ async def logprobs(model: Model) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("arch", "lora"),
     [
-        ("llama", LoraConfig(rank=5, seed=1)),
-        ("llama", LoraConfig(rank=16, seed=1, train_unembed=False)),
-        ("llama_tied", LoraConfig(rank=8, seed=1)),
-        ("gpt_neox", LoraConfig(rank=3, seed=1, train_mlp=False)),
-        ("qwen3_moe", LoraConfig(rank=4, seed=1)),
+        ("llama", Lora(rank=5, seed=1)),
+        ("llama", Lora(rank=16, seed=1, train_unembed=False)),
+        ("llama_tied", Lora(rank=8, seed=1)),
+        ("gpt_neox", Lora(rank=3, seed=1, train_mlp=False)),
+        ("qwen3_moe", Lora(rank=4, seed=1)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"rank {value.rank}",
 )
 async def test_peft_loads_the_export_with_nothing_missing_and_scores_alike(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, arch: str, lora: LoraConfig
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, arch: str, lora: Lora
 ) -> None:
     async with tiny_replica(tmp_path_factory, arch=arch) as replica:
         model = await trained(replica, lora)
@@ -79,20 +79,18 @@ async def test_peft_loads_the_export_with_nothing_missing_and_scores_alike(
 
 async def test_what_is_loaded_continues_to_the_bit(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     async with tiny_replica(tmp_path_factory) as replica:
-        model = await trained(replica, LoraConfig(rank=5, seed=1))
+        model = await trained(replica, Lora(rank=5, seed=1))
         ref = cast(SnapshotRef, await result(model.snapshot()))
         source = await saved(replica, ref, tmp_path / "a")
     async with tiny_replica(tmp_path_factory) as another:  # another process's life, as far as the adapter can tell
         again = Model(another, "again")
-        await result(another.submit(CreateModel(model_id="again", lora=LoraConfig(), source=source)))
+        await result(another.submit(CreateModel(model_id="again", trainable=Lora(), source=source)))
         once_more = Model(another, "once more")
         await result(
-            another.submit(
-                CreateModel(model_id="once more", lora=LoraConfig(), source=replace(source, optimizer=False))
-            )
+            another.submit(CreateModel(model_id="once more", trainable=Lora(), source=replace(source, optimizer=False)))
         )
         async with tiny_replica(tmp_path_factory) as undisturbed:
-            goes_on = await trained(undisturbed, LoraConfig(rank=5, seed=1))
+            goes_on = await trained(undisturbed, Lora(rank=5, seed=1))
             for mine, theirs in zip(await logprobs(again), await logprobs(goes_on)):
                 np.testing.assert_array_equal(mine, theirs)
             for each in (again, goes_on, once_more):

@@ -15,9 +15,9 @@ import pytest
 import descant.ckpt.store as store_module
 from descant.ckpt.manifest import MANIFEST, decode_manifest, encode_manifest
 from descant.ckpt.store import DirCheckpointStore
-from descant.errors import NotFound, ServerError, UserError
+from descant.errors import CannotStore, Damaged, NotFound, ServerError, UserError
 from descant.testing.checkpoint_store import NAME, body_of, committed, written
-from descant.types import CheckpointName, FileEntry, LoraConfig, Manifest
+from descant.types import CheckpointName, FileEntry, Full, Lora, Manifest, Trainable
 
 
 def tree(root: Path) -> list[str]:
@@ -77,10 +77,10 @@ async def test_a_damaged_checkpoint_is_not_opened(tmp_path: Path) -> None:
     other = CheckpointName(model_id="m", type="weights", name="other")
     await committed(store, other, b"two")
     (Path(checkpoint.directory) / "adapter_model.safetensors").write_bytes(b"o")
-    with pytest.raises(ServerError, match="has 1 bytes, its manifest says 3"):
+    with pytest.raises(Damaged, match="has 1 bytes, its manifest says 3"):
         await store.open(NAME)
     (Path(checkpoint.directory) / MANIFEST).write_bytes(b"{")
-    with pytest.raises(ServerError, match="not a checkpoint manifest"):
+    with pytest.raises(Damaged, match="not a checkpoint manifest"):
         await store.open(NAME)
     assert [found.name for found in await store.list()] == [other]
     await store.delete(NAME)
@@ -101,11 +101,12 @@ async def test_without_an_exchange_an_interrupted_replacement_is_undone(
     assert body_of(await DirCheckpointStore(tmp_path).open(NAME)) == b"two"
 
 
-def test_a_manifest_comes_back_as_it_was() -> None:
+@pytest.mark.parametrize("trainable", [Lora(rank=3, seed=None, train_unembed=False), Full()], ids=["lora", "full"])
+def test_a_manifest_comes_back_as_it_was(trainable: Trainable) -> None:
     manifest = Manifest(
         base="b",
         owner="o",
-        lora=LoraConfig(rank=3, seed=None, train_unembed=False),
+        trainable=trainable,
         step=1,
         applied_seq_id=2,
         has_optimizer=True,
@@ -114,9 +115,30 @@ def test_a_manifest_comes_back_as_it_was() -> None:
     assert decode_manifest(encode_manifest(manifest), where="here") == manifest
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"format": 2}', b'{"format": 1, "lora": {"rang": 1}}', b"\xff"])
+def test_a_manifest_of_the_older_form_is_refused() -> None:
+    with pytest.raises(Damaged, match="has manifest format 1, this version reads 2"):
+        decode_manifest(b'{"format": 1, "base": "b", "owner": "o", "lora": {"rank": 4}}', where="here")
+
+
+@pytest.mark.parametrize(
+    ("trainable", "why"),
+    [
+        ('{"rank": 4}', "kind"),
+        ('{"kind": "half"}', "kind is 'half', expected 'lora' or 'full'"),
+        ('{"kind": "lora", "rang": 1}', "rang"),
+        ('{"kind": "full", "rank": 1}', "rank"),
+        ("[]", "list"),
+    ],
+)
+def test_what_is_trained_is_said_in_full(trainable: str, why: str) -> None:
+    body = f'{{"format": 2, "base": "b", "owner": "o", "trainable": {trainable}}}'
+    with pytest.raises(Damaged, match=f"here is not a checkpoint manifest: .*{why}"):
+        decode_manifest(body.encode(), where="here")
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"format": 3}', b'{"format": 2}', b"\xff"])
 def test_what_is_not_a_manifest_says_where(body: bytes) -> None:
-    with pytest.raises(ServerError, match="here"):
+    with pytest.raises(Damaged, match="here"):
         decode_manifest(body, where="here")
 
 
@@ -176,8 +198,9 @@ async def test_a_full_disk_is_told_and_changes_nothing(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store_module, "write_durable", full)
-    with pytest.raises(ServerError, match="No space left"):
+    with pytest.raises(CannotStore, match="the data directory is full") as raised:
         await store.commit(NAME, attempt, manifest)
+    assert str(tmp_path) not in str(raised.value)
     assert body_of(await store.open(NAME)) == b"one"
     with pytest.raises(NotFound):
         await store.open(CheckpointName(model_id="m", type="weights", name="a"))

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from descant.errors import UserError
 from descant.model.base import BaseModel
+from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, KVPool, PagedKV, Segment
 from descant.model.load import load_model, resolve_model
-from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass, Segment
-from descant.testing.tiny import NOT_PACKABLE, PACKABLE, tiny_model, tiny_tokenizer
-from descant.types import LoraConfig
+from descant.testing.tiny import NOT_PACKABLE, PACKABLE, SERVED, tiny_model, tiny_tokenizer
+from descant.types import Lora
 
 LENGTHS = (37, 100, 9)
 SIZES: Mapping[str, Any] = {
@@ -30,32 +30,6 @@ SIZES: Mapping[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-SERVED: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": 264, "eos_token_id": 2},
-    "phi3": {**SIZES},
-    "gemma3_text": {**SIZES, "head_dim": 16, "sliding_window": 16},
-    "cohere": {**SIZES, "logit_scale": 0.25},
-    "granite": {**SIZES, "logits_scaling": 3.0, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
-    "olmo2": {**SIZES},
-    "deepseek_v3": {
-        **SIZES,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 24,
-        "n_shared_experts": 1,
-    },
-}
-"""Beside ``PACKABLE``: transposed weights, fused products, logits that are scaled, keys wider than values."""
-
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "gpt_oss": ({**SIZES, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "keyword 's_aux'"),
     "bloom": (
@@ -95,9 +69,9 @@ def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     return [torch.randint(4, 260, (length,), generator=generator) for length in lengths]
 
 
-def trunk(model: BaseModel, tokens: list[torch.Tensor], segments: tuple[Segment, ...] = ()) -> Any:
-    plan = Pass(seq_lens=tuple(len(t) for t in tokens), segments=segments)
-    return model.trunk(torch.cat(tokens), torch.cat([torch.arange(len(t)) for t in tokens]), plan)
+def decoder_forward(model: BaseModel, tokens: list[torch.Tensor], segments: tuple[Segment, ...] = ()) -> Any:
+    batch = ForwardBatch(seq_lens=tuple(len(t) for t in tokens), segments=segments)
+    return model.decoder_forward(torch.cat(tokens), torch.cat([torch.arange(len(t)) for t in tokens]), batch)
 
 
 class Pages:
@@ -114,35 +88,32 @@ class Pages:
     def advance(self, tokens: list[torch.Tensor]) -> list[torch.Tensor]:
         """Logits of each sequence's new tokens."""
         members = [i for i, t in enumerate(tokens) if len(t)]
-        kv = KVPass(
+        kv = PagedKV(
             pool=self.pool, page_table=self.table[members], context_lens=tuple(self.context[i] for i in members)
         )
         lengths = tuple(len(tokens[i]) for i in members)
         segments = (Segment(start=0, end=sum(lengths), row=self.row),) if self.row else ()
         positions = torch.cat([torch.arange(self.context[i], self.context[i] + len(tokens[i])) for i in members])
-        plan = Pass(seq_lens=lengths, segments=segments, kv=kv)
-        hidden, lora = self.model.trunk(torch.cat([tokens[i] for i in members]), positions, plan)
-        parts = iter(self.model.head.logits(hidden, lora).split(list(lengths)))
+        batch = ForwardBatch(seq_lens=lengths, segments=segments, kv=kv)
+        hidden, lora = self.model.decoder_forward(torch.cat([tokens[i] for i in members]), positions, batch)
+        parts = iter(self.model.lm_head.logits(hidden, lora).split(list(lengths)))
         for i in members:
             self.context[i] += len(tokens[i])
         return [next(parts) if i in members else torch.empty(0) for i in range(len(tokens))]
 
 
-@pytest.fixture(scope="module", params=[*PACKABLE, *SERVED])
+@pytest.fixture(scope="module", params=[*PACKABLE, *SERVED, "deepseek_v3"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    if request.param in SERVED:
-        return save(request.param, SERVED[request.param], path)
-    return tiny_model(request.param, path)
+    return tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def test_packed_logits_are_transformers_own(directory: Path) -> None:
     model, reference, tokens = load(directory), own(directory), sequences()
     assert model.packable
     with torch.no_grad():
-        hidden, lora = trunk(model, tokens)
+        hidden, lora = decoder_forward(model, tokens)
         assert lora is None
-        for got, alone in zip(model.head.logits(hidden, None).split(list(LENGTHS)), tokens):
+        for got, alone in zip(model.lm_head.logits(hidden, None).split(list(LENGTHS)), tokens):
             want = reference(input_ids=alone.unsqueeze(0), use_cache=False).logits[0]
             assert (got - want).abs().max() <= 1e-4 * want.abs().max()
 
@@ -175,13 +146,13 @@ def test_experts_and_routers_have_no_site_and_the_unembedding_is_last(directory:
 
 
 def filled_adapter(model: BaseModel, rank: int = 4) -> Any:
-    model.bank.create("a", LoraConfig(rank=rank, seed=0))
+    model.bank.create("a", Lora(rank=rank, seed=0))
     weights = model.bank.weights("a")
-    tensors = model.bank.export(weights, LoraConfig(rank=rank, seed=0))
+    tensors = model.bank.export(weights, Lora(rank=rank, seed=0))
     generator = torch.Generator().manual_seed(5)
     full = {name: torch.randn(tensor.shape, generator=generator) * 0.05 for name, tensor in tensors.items()}
-    model.bank.import_row(full, LoraConfig(rank=rank, seed=0), weights)
-    model.bank.refresh_work("a")
+    model.bank.import_row(full, Lora(rank=rank, seed=0), weights)
+    model.bank.refresh_compute("a")
     return model.bank.row("a")
 
 
@@ -190,10 +161,10 @@ def test_bf16_sampler_and_trainer_agree_bit_for_bit(arch: str, tmp_path: Path) -
     model = load(tiny_model(arch, tmp_path), torch.bfloat16)
     row, tokens = filled_adapter(model), sequences((90, 130, 61))
     segment = Segment(start=0, end=sum(len(t) for t in tokens), row=row)
-    hidden, lora = trunk(model, tokens, (segment,))
+    hidden, lora = decoder_forward(model, tokens, (segment,))
     assert hidden.requires_grad
-    trained = model.head.logits(hidden.detach(), lora).split([len(t) for t in tokens])
-    base = model.head.logits(trunk(model, tokens)[0].detach(), None).split([len(t) for t in tokens])
+    trained = model.lm_head.logits(hidden.detach(), lora).split([len(t) for t in tokens])
+    base = model.lm_head.logits(decoder_forward(model, tokens)[0].detach(), None).split([len(t) for t in tokens])
     assert not torch.equal(trained[0], base[0])
     pages = Pages(model, len(tokens), 130, row)
     parts = [pages.advance([t[:50] for t in tokens]), pages.advance([t[50:-9] for t in tokens])]
@@ -207,9 +178,11 @@ def test_bf16_sampler_and_trainer_agree_bit_for_bit(arch: str, tmp_path: Path) -
 def test_fused_query_key_value_of_gpt_neox_is_trained(tmp_path: Path) -> None:
     model = load(tiny_model("gpt_neox", tmp_path))
     row, tokens = filled_adapter(model), sequences((40,))
-    hidden, _ = trunk(model, tokens, (Segment(start=0, end=40, row=row, gradient=model.bank["a"].slot),))
+    hidden, _ = decoder_forward(
+        model, tokens, (Segment(start=0, end=40, row=row, gradient=model.bank["a"].gradient_slot),)
+    )
     hidden.square().sum().backward()
-    gradient = model.bank.export(model.bank.gradient("a"), LoraConfig(rank=4, seed=0))
+    gradient = model.bank.export(model.bank.gradient("a"), Lora(rank=4, seed=0))
     fused = [name for name in gradient if "query_key_value" in name]
     assert len(fused) == 4
     assert all(gradient[name].abs().max() > 0 for name in fused)
@@ -236,6 +209,6 @@ def test_rotary_scaling_by_the_longest_sequence_is_served_up_to_where_it_sets_in
     assert model.facts.max_context_length == 64
     short, allowed, beyond = sequences((20, 64, 100))
     with torch.no_grad():
-        alone = trunk(model, [short])[0]
-        assert (trunk(model, [short, allowed])[0][:20] - alone).abs().max() <= 1e-4
-        assert (trunk(model, [short, beyond])[0][:20] - alone).abs().max() > 1e-4, "the limit is not needed"
+        alone = decoder_forward(model, [short])[0]
+        assert (decoder_forward(model, [short, allowed])[0][:20] - alone).abs().max() <= 1e-4
+        assert (decoder_forward(model, [short, beyond])[0][:20] - alone).abs().max() > 1e-4, "the limit is not needed"

@@ -12,7 +12,7 @@ import torch
 from descant.errors import UserError
 from descant.model import attention as attention_module
 from descant.model.attention import attention
-from descant.model.passes import PAGE_TOKENS, KVPass, KVPool, Pass, Prefix, stream_rows
+from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, KVPool, PagedKV, Prefix, stream_rows
 
 LAYER: Any = SimpleNamespace(layer_idx=0, is_causal=True)
 LENGTHS = (37, 200, 1, 64, 129, 64, 5)
@@ -52,8 +52,8 @@ def formula(
     return out.transpose(1, 2)
 
 
-def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Pass, **rule: Any) -> torch.Tensor:
-    out, weights = attention(LAYER, q, k, v, None, plan=plan, scaling=q.shape[-1] ** -0.5, **rule)
+def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch, **rule: Any) -> torch.Tensor:
+    out, weights = attention(LAYER, q, k, v, None, batch=batch, scaling=q.shape[-1] ** -0.5, **rule)
     assert weights is None
     assert out.is_contiguous()
     return out
@@ -71,12 +71,12 @@ class Pages:
         order = (torch.randperm(shape[0] - 1, generator=torch.Generator().manual_seed(1)) + 1).tolist()
         self.pages = [[order.pop() for _ in range(n)] for n in blocks]
 
-    def plan(self, sequences: list[int], contexts: list[int], lengths: list[int]) -> Pass:
+    def batch(self, sequences: list[int], contexts: list[int], lengths: list[int]) -> ForwardBatch:
         table = torch.zeros(len(sequences), max(len(p) for p in self.pages), dtype=torch.int64)
         for row, sequence in enumerate(sequences):
             table[row, : len(self.pages[sequence])] = torch.tensor(self.pages[sequence])
-        kv = KVPass(pool=self.pool, page_table=table, context_lens=tuple(contexts))
-        return Pass(seq_lens=tuple(lengths), kv=kv)
+        kv = PagedKV(pool=self.pool, page_table=table, context_lens=tuple(contexts))
+        return ForwardBatch(seq_lens=tuple(lengths), kv=kv)
 
 
 def paged(lengths: tuple[int, ...], q: Any, k: Any, v: Any, cuts: list[list[int]], **rule: Any) -> torch.Tensor:
@@ -88,9 +88,9 @@ def paged(lengths: tuple[int, ...], q: Any, k: Any, v: Any, cuts: list[list[int]
     for cut in cuts:
         members = [s for s, n in enumerate(cut) if n]
         tokens = torch.cat([torch.arange(starts[s] + done[s], starts[s] + done[s] + cut[s]) for s in members])
-        plan = pages.plan(members, [done[s] for s in members], [cut[s] for s in members])
+        batch = pages.batch(members, [done[s] for s in members], [cut[s] for s in members])
         with torch.no_grad():
-            out[:, tokens] = call(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], plan, **rule)
+            out[:, tokens] = call(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], batch, **rule)
         for s in members:
             done[s] += cut[s]
     assert tuple(done) == lengths
@@ -114,7 +114,7 @@ def schedule(lengths: tuple[int, ...], prefill: tuple[int, ...], chunk: int, ste
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (4, 1)], ids=["grouped", "one to one", "one key head"])
 def test_packed_equals_the_formula(rule: dict[str, Any], heads: tuple[int, int]) -> None:
     q, k, v = qkv(sum(LENGTHS), torch.float32, *heads)
-    out = call(q, k, v, Pass(seq_lens=LENGTHS), **rule)
+    out = call(q, k, v, ForwardBatch(seq_lens=LENGTHS), **rule)
     start = 0
     for length in LENGTHS:
         alone = formula(*(x[:, :, start : start + length].double() for x in (q, k, v)), **rule)
@@ -128,7 +128,7 @@ def test_gradients_equal_the_formulas(rule: dict[str, Any], values: int) -> None
     q, k, _ = (x.requires_grad_() for x in qkv(sum(LENGTHS), torch.float32))
     v = qkv(sum(LENGTHS), torch.float32, size=values, seed=1)[2].requires_grad_()
     grad_out = torch.randn(1, sum(LENGTHS), 6, values, generator=torch.Generator().manual_seed(2))
-    got = torch.autograd.grad(call(q, k, v, Pass(seq_lens=LENGTHS), **rule), (q, k, v), grad_out)
+    got = torch.autograd.grad(call(q, k, v, ForwardBatch(seq_lens=LENGTHS), **rule), (q, k, v), grad_out)
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
     outs, start = [], 0
     for length in LENGTHS:
@@ -146,7 +146,7 @@ def test_prefill_and_decode_over_pages_equal_one_training_pass_bit_for_bit(
 ) -> None:
     lengths = (150, 90, 201, 70, 9, 66)
     q, k, v = qkv(sum(lengths), dtype)
-    once = call(q, k, v, Pass(seq_lens=lengths), **rule)
+    once = call(q, k, v, ForwardBatch(seq_lens=lengths), **rule)
     cut = paged(lengths, q, k, v, schedule(lengths, (100, 60, 130, 3, 1, 64), chunk, step), **rule)
     assert torch.equal(cut, once)
 
@@ -154,29 +154,29 @@ def test_prefill_and_decode_over_pages_equal_one_training_pass_bit_for_bit(
 def test_smollm2_shape_in_bf16_is_bit_equal() -> None:
     lengths = (384,) * 4
     q, k, v = qkv(sum(lengths), torch.bfloat16, 9, 3, 64)
-    once = call(q, k, v, Pass(seq_lens=lengths))
+    once = call(q, k, v, ForwardBatch(seq_lens=lengths))
     assert torch.equal(paged(lengths, q, k, v, schedule(lengths, (300, 355, 320, 370), 128)), once)
 
 
 def test_many_blocks_are_added_in_one_order() -> None:
     """20 blocks: a sum over them in any other order than the sequence's shows by now."""
     q, k, v = qkv(1250, torch.float32)
-    once = call(q, k, v, Pass(seq_lens=(1250,)))
+    once = call(q, k, v, ForwardBatch(seq_lens=(1250,)))
     assert torch.equal(paged((1250,), q, k, v, schedule((1250,), (1240,), 300)), once)
-    alone = [call(*(x[:, :, :n] for x in (q, k, v)), Pass(seq_lens=(n,)))[:, -1] for n in (600, 1025, 1249)]
+    alone = [call(*(x[:, :, :n] for x in (q, k, v)), ForwardBatch(seq_lens=(n,)))[:, -1] for n in (600, 1025, 1249)]
     assert all(torch.equal(row, once[:, n - 1]) for row, n in zip(alone, (600, 1025, 1249)))
 
 
 def test_a_token_does_not_depend_on_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(sum(LENGTHS), torch.bfloat16)
-    once = call(q, k, v, Pass(seq_lens=LENGTHS))
+    once = call(q, k, v, ForwardBatch(seq_lens=LENGTHS))
     start = 0
     for length in LENGTHS:
-        alone = call(*(x[:, :, start : start + length] for x in (q, k, v)), Pass(seq_lens=(length,)))
+        alone = call(*(x[:, :, start : start + length] for x in (q, k, v)), ForwardBatch(seq_lens=(length,)))
         assert torch.equal(alone, once[:, start : start + length])
         start += length
     monkeypatch.setattr(attention_module, "TILE_SCORES", 1)
-    assert torch.equal(call(q, k, v, Pass(seq_lens=LENGTHS)), once)
+    assert torch.equal(call(q, k, v, ForwardBatch(seq_lens=LENGTHS)), once)
 
 
 # ------------------------------------------------------------------------------------------------------ shared prefixes
@@ -202,9 +202,9 @@ def test_behind_a_shared_prefix_tokens_are_bit_equal(
     dtype: torch.dtype, rule: dict[str, Any], tile_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = qkv(sum(OWN_LENGTHS), dtype)
-    whole = call(*(x[:, :, torch.cat(ROWS)] for x in (q, k, v)), Pass(seq_lens=tuple(map(len, ROWS))), **rule)
+    whole = call(*(x[:, :, torch.cat(ROWS)] for x in (q, k, v)), ForwardBatch(seq_lens=tuple(map(len, ROWS))), **rule)
     monkeypatch.setattr(attention_module, "TILE_SCORES", tile_scores)
-    shared = call(q, k, v, Pass(seq_lens=OWN_LENGTHS, prefixes=PREFIXES), **rule)
+    shared = call(q, k, v, ForwardBatch(seq_lens=OWN_LENGTHS, prefixes=PREFIXES), **rule)
     assert torch.equal(shared[:, torch.cat(ROWS)], whole)
 
 
@@ -215,7 +215,7 @@ def test_gradients_of_shared_prefixes_equal_the_formulas(rule: dict[str, Any], v
     q, k, _ = (x.requires_grad_() for x in qkv(num_tokens, torch.float32))
     v = qkv(num_tokens, torch.float32, size=values, seed=1)[2].requires_grad_()
     grad_out = torch.randn(1, num_tokens, 6, values, generator=torch.Generator().manual_seed(2))
-    out = call(q, k, v, Pass(seq_lens=OWN_LENGTHS, prefixes=PREFIXES), **rule)
+    out = call(q, k, v, ForwardBatch(seq_lens=OWN_LENGTHS, prefixes=PREFIXES), **rule)
     got = torch.autograd.grad(out, (q, k, v), grad_out)
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
     own = [formula(*(x[:, :, rows] for x in doubles), **rule)[:, len(rows) - n :] for rows, n in zip(ROWS, OWN_LENGTHS)]
@@ -227,10 +227,10 @@ def test_gradients_of_shared_prefixes_equal_the_formulas(rule: dict[str, Any], v
 def test_one_sequences_nan_stays_its_own(stranger: int) -> None:
     lengths = (70, 70, 70)
     q, k, v = qkv(sum(lengths), torch.float32)
-    clean = call(q, k, v, Pass(seq_lens=lengths)).clone()
+    clean = call(q, k, v, ForwardBatch(seq_lens=lengths)).clone()
     for x in (q, k, v):
         x[:, :, stranger * 70 : stranger * 70 + 70] = torch.nan
-    packed = call(q, k, v, Pass(seq_lens=lengths))
+    packed = call(q, k, v, ForwardBatch(seq_lens=lengths))
     over_pages = paged(lengths, q, k, v, schedule(lengths, (60, 64, 1), 32))
     for s in range(3):
         own = slice(s * 70, s * 70 + 70)
@@ -241,11 +241,11 @@ def test_one_sequences_nan_stays_its_own(stranger: int) -> None:
 
 def test_layers_share_the_passs_tables() -> None:
     q, k, v = qkv(sum(LENGTHS), torch.float32)
-    plan = Pass(seq_lens=LENGTHS)
-    call(q, k, v, plan)
-    made = dict(plan.cache)
-    call(q, k, v, plan)
-    assert all(plan.cache[key] is value for key, value in made.items())
+    batch = ForwardBatch(seq_lens=LENGTHS)
+    call(q, k, v, batch)
+    made = dict(batch.cache)
+    call(q, k, v, batch)
+    assert all(batch.cache[key] is value for key, value in made.items())
 
 
 @pytest.mark.parametrize(
@@ -265,4 +265,4 @@ def test_layers_share_the_passs_tables() -> None:
 def test_what_cannot_be_honoured_is_refused(module: Any, mask: Any, keywords: dict[str, Any], message: str) -> None:
     q, k, v = qkv(5, torch.float32)
     with pytest.raises(UserError, match=message):
-        attention(module, q, k, v, mask, plan=Pass(seq_lens=(5,)), scaling=0.25, **keywords)
+        attention(module, q, k, v, mask, batch=ForwardBatch(seq_lens=(5,)), scaling=0.25, **keywords)

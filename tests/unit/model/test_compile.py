@@ -10,9 +10,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from descant.model.base import BaseModel
+from descant.model.forward_batch import ForwardBatch, PagedKV, Segment
 from descant.model.load import ModelSource, load_model
-from descant.model.passes import KVPass, Pass, Segment
-from descant.testing.studio import Studio, datum, some_commands
+from descant.testing.learner import LearnerHarness, datum, some_commands
 from descant.testing.tiny import tiny_model
 
 torch.set_num_threads(1)
@@ -38,19 +38,19 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., BaseModel]:
 @pytest.fixture
 def gradients(load: Callable[..., BaseModel]) -> Callable[..., dict[str, torch.Tensor]]:
     def of(dtype: torch.dtype, *, compile: bool) -> dict[str, torch.Tensor]:
-        studio = fresh(load(dtype, compile=compile))
-        studio.run(*some_commands(studio, list(RANKS)))
-        return {name: studio.gradient(name) for name in RANKS}
+        harness = fresh(load(dtype, compile=compile))
+        harness.run(*some_commands(harness, list(RANKS)))
+        return {name: harness.gradient(name) for name in RANKS}
 
     return of
 
 
-def fresh(model: BaseModel) -> Studio:
-    studio = Studio(model)
+def fresh(model: BaseModel) -> LearnerHarness:
+    harness = LearnerHarness(model)
     for number, (name, rank) in enumerate(RANKS.items()):
         model.bank.delete(name)
-        studio.create(name, rank, seed=number)
-    return studio
+        harness.create(name, rank, seed=number)
+    return harness
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -66,12 +66,12 @@ def test_gradients_equal_those_of_plain_layers(gradients: Callable[..., dict[str
 def test_what_datums_begin_with_in_common_is_computed_once(load: Callable[..., BaseModel]) -> None:
     found = {}
     for compile in (False, True):
-        studio = fresh(load(torch.float32, compile=compile))
+        harness = fresh(load(torch.float32, compile=compile))
         stems = [datum(40 + 7 * number, 0) for number in range(4)]  # each continues the one before
         other = [datum(30, 1), datum(30, 1, weights=[0.1 * number for number in range(30)])]
-        [output] = studio.run(studio.command("a", *stems, *other))
+        [output] = harness.run(harness.command("a", *stems, *other))
         assert output.metrics["tokens_computed:sum"] == 40 + 7 * 3 + 30
-        found[compile] = studio.gradient("a")
+        found[compile] = harness.gradient("a")
     assert relative(found[True], found[False]) <= 1e-5
 
 
@@ -84,10 +84,10 @@ def test_bf16_is_as_near_to_fp32_as_plain_layers_are(gradients: Callable[..., di
 
 
 def test_logprobs_of_a_pass_without_backward_equal_those_with(load: Callable[..., BaseModel]) -> None:
-    studio = fresh(load(torch.float32, compile=True))
-    (trained,) = studio.run(studio.command("b", datum(40, 1)))
-    (scored,) = studio.run(studio.command("b", datum(40, 1), forward_only=True))
-    (plain,) = fresh(load(torch.float32, compile=False)).run(studio.command("b", datum(40, 1)))
+    harness = fresh(load(torch.float32, compile=True))
+    (trained,) = harness.run(harness.command("b", datum(40, 1)))
+    (scored,) = harness.run(harness.command("b", datum(40, 1), forward_only=True))
+    (plain,) = fresh(load(torch.float32, compile=False)).run(harness.command("b", datum(40, 1)))
     want = torch.from_numpy(plain.loss_fn_outputs[0]["logprobs"])
     for output in (trained, scored):
         assert (torch.from_numpy(output.loss_fn_outputs[0]["logprobs"]) - want).abs().max() <= 1e-5
@@ -98,11 +98,11 @@ def test_recomputed_layers_have_the_same_graphs(load: Callable[..., BaseModel]) 
     found = []
     before = counters["stats"]["unique_graphs"]
     for layers in (0, 1, 2):
-        studio = fresh(model)
+        harness = fresh(model)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model, "_recomputed_layers", lambda num_tokens, layers=layers: layers)
-            studio.run(*some_commands(studio, list(RANKS)))
-        found.append({name: studio.gradient(name) for name in RANKS})
+            harness.run(*some_commands(harness, list(RANKS)))
+        found.append({name: harness.gradient(name) for name in RANKS})
     assert counters["stats"]["unique_graphs"] == before
     for name in RANKS:
         assert found[0][name].norm() > 0
@@ -111,18 +111,18 @@ def test_recomputed_layers_have_the_same_graphs(load: Callable[..., BaseModel]) 
 
 
 def test_no_pass_makes_another_graph(load: Callable[..., BaseModel]) -> None:
-    studio = fresh(load(torch.float32, compile=True))
+    harness = fresh(load(torch.float32, compile=True))
     before = counters["stats"]["unique_graphs"]
-    studio.run(studio.command("a", datum(33, 1)))
-    studio.run(studio.command("b", datum(200, 1), datum(3, 2)), studio.command("c", datum(64, 3)))
-    studio.run(studio.command("a", datum(1, 1)))
-    studio.run(*(studio.command(name, *(datum(length, length) for length in (5, 8, 90))) for name in RANKS))
-    studio.run(studio.command("d", datum(100, 1), forward_only=True))
-    studio.bank.delete("b")
-    studio.create("e", 8, seed=9)
-    studio.run(studio.command("e", datum(17, 1)), studio.command("c", datum(16, 1)))
-    studio.bank.delete("e")
-    run_over_pages(studio.model)
+    harness.run(harness.command("a", datum(33, 1)))
+    harness.run(harness.command("b", datum(200, 1), datum(3, 2)), harness.command("c", datum(64, 3)))
+    harness.run(harness.command("a", datum(1, 1)))
+    harness.run(*(harness.command(name, *(datum(length, length) for length in (5, 8, 90))) for name in RANKS))
+    harness.run(harness.command("d", datum(100, 1), forward_only=True))
+    harness.bank.delete("b")
+    harness.create("e", 8, seed=9)
+    harness.run(harness.command("e", datum(17, 1)), harness.command("c", datum(16, 1)))
+    harness.bank.delete("e")
+    run_over_pages(harness.model)
     assert counters["stats"]["unique_graphs"] == before
     assert not counters["recompile_limit"]
 
@@ -132,22 +132,22 @@ def run_over_pages(model: BaseModel) -> None:
     positions = torch.arange(20)
     segment = Segment(start=0, end=20, row=model.bank.row("c"))
     for segments in ((), (segment,)):
-        kv = KVPass(pool=model.make_kv_pool(1), page_table=torch.tensor([[0]]), context_lens=(0,))
+        kv = PagedKV(pool=model.make_kv_pool(1), page_table=torch.tensor([[0]]), context_lens=(0,))
         with torch.no_grad():
-            model.trunk(positions + 3, positions, Pass(seq_lens=(20,), segments=segments, kv=kv))
-            model.trunk(positions + 3, positions, Pass(seq_lens=(20,)))
+            model.decoder_forward(positions + 3, positions, ForwardBatch(seq_lens=(20,), segments=segments, kv=kv))
+            model.decoder_forward(positions + 3, positions, ForwardBatch(seq_lens=(20,)))
 
 
 def test_what_a_pass_needs_lives_as_long_as_its_graph(load: Callable[..., BaseModel]) -> None:
     """The layers know the pass by a number only: the caller may drop it before the backward."""
     model = load(torch.float32, compile=True)
-    studio = fresh(model)
+    harness = fresh(model)
     adapter = model.bank["b"]
-    segment = Segment(start=0, end=20, row=model.bank.row("b"), gradient=adapter.slot)
+    segment = Segment(start=0, end=20, row=model.bank.row("b"), gradient=adapter.gradient_slot)
     positions = torch.arange(20)
-    hidden = model.trunk(positions + 3, positions, Pass(seq_lens=(20,), segments=(segment,)))[0]
+    hidden = model.decoder_forward(positions + 3, positions, ForwardBatch(seq_lens=(20,), segments=(segment,)))[0]
     hidden.backward(torch.ones_like(hidden))
-    assert studio.gradient("b").norm() > 0
+    assert harness.gradient("b").norm() > 0
 
 
 def test_without_a_compiler_it_runs_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,9 +158,9 @@ def test_without_a_compiler_it_runs_as_it_is(tmp_path: Path, caplog: pytest.LogC
         model = load_model(source, device=torch.device("cpu"), dtype=torch.float32, compile=True)
         assert "llama runs without torch.compile" in caplog.text
         assert not model.compiled
-        studio = fresh(model)
-        studio.run(*some_commands(studio, ["a", "b"]))
+        harness = fresh(model)
+        harness.run(*some_commands(harness, ["a", "b"]))
     plain = fresh(load_model(source, device=torch.device("cpu"), dtype=torch.float32))
     plain.run(*some_commands(plain, ["a", "b"]))
     for name in ("a", "b"):
-        assert relative(studio.gradient(name), plain.gradient(name)) <= 1e-6
+        assert relative(harness.gradient(name), plain.gradient(name)) <= 1e-6

@@ -12,16 +12,17 @@ import torch
 
 pytest.importorskip("triton")
 
+from descant.adapters.bank import AdapterBank
+from descant.adapters.layout import LoraSite
 from descant.model import lora, lora_kernels
-from descant.model.bank import AdapterBank, LoraSite
-from descant.model.fused import _swiglu, fuse
+from descant.model.forward_batch import ForwardBatch, Segment
+from descant.model.fused_ops import _swiglu, fuse
 from descant.model.load import ModelSource, _join_linears, load_model
-from descant.model.lora import LoraPass, lora_linear, lora_linear_backward
+from descant.model.lora import LoraBatch, lora_linear, lora_linear_backward
 from descant.model.lora_kernels import Sites, Tiles, TileSegment
-from descant.model.passes import Pass, Segment
-from descant.testing.studio import Studio, some_commands
+from descant.testing.learner import LearnerHarness, some_commands
 from descant.testing.tiny import tiny_model
-from descant.types import LoraConfig
+from descant.types import Lora
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -33,7 +34,7 @@ IN = 72
 SITES = tuple(
     LoraSite(name=f"layers.0.self_attn.{name}", group=group, in_features=num_in, out_features=width)
     for name, group, num_in, width in (
-        ("odd", "mlp", 30, 13),  # so that nothing begins where it would by chance
+        ("odd", "mlp", 30, 13),  # so that nothing begins where it would by rng
         ("q_proj", "attn", IN, 136),
         ("k_proj", "attn", IN, 24),
         ("v_proj", "attn", IN, 32),
@@ -43,7 +44,7 @@ JOINT, WIDTHS = (1, 2, 3), (136, 24, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TokenRange:
     """Tokens of an adapter in ``slot`` of its class."""
 
     start: int
@@ -65,25 +66,25 @@ WITH_GAPS = [
 NUM_TOKENS = 203
 
 
-def pieces_of(ranks: tuple[int, ...]) -> list[Piece]:
+def ranges_of(ranks: tuple[int, ...]) -> list[TokenRange]:
     """Of one class without a gap, of several with gaps before, between and after."""
     return [
-        Piece(start=start, end=end, rank=ranks[index], slot=slot, scale=scale, gradient=gradient)
+        TokenRange(start=start, end=end, rank=ranks[index], slot=slot, scale=scale, gradient=gradient)
         for start, end, index, slot, scale, gradient in (ONE_CLASS if len(ranks) == 1 else WITH_GAPS)
     ]
 
 
-def tiles_of(pieces: list[Piece], work: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor]) -> Tiles:
+def tiles_of(ranges: list[TokenRange], work: dict[int, torch.Tensor], gradients: dict[int, torch.Tensor]) -> Tiles:
     segments = [
         TileSegment(
-            start=piece.start,
-            end=piece.end,
-            rank=piece.rank,
-            scale=piece.scale,
-            work=work[piece.rank][piece.slot].data_ptr(),
-            gradient=None if piece.gradient is None else gradients[piece.rank][piece.gradient].data_ptr(),
+            start=own_range.start,
+            end=own_range.end,
+            rank=own_range.rank,
+            scale=own_range.scale,
+            compute=work[own_range.rank][own_range.slot].data_ptr(),
+            gradient=None if own_range.gradient is None else gradients[own_range.rank][own_range.gradient].data_ptr(),
         )
-        for piece in pieces
+        for own_range in ranges
     ]
     return lora_kernels.make_tiles(segments, NUM_TOKENS, DEVICE)
 
@@ -104,48 +105,52 @@ def test_they_equal_plain_products(
 ) -> None:
     if max_features is not None:  # wider outputs are then taken in parts
         monkeypatch.setattr(lora_kernels, "MAX_FEATURES", max_features)
-        monkeypatch.setattr(lora_kernels, "PART_FEATURES", max_features)
+        monkeypatch.setattr(lora_kernels, "SPLIT_FEATURES", max_features)
     begins = [0, *accumulate([num_in] * len(widths) + list(widths))]
     work = {rank: random(4, rank * begins[-1], seed=rank) for rank in ranks}
     before = {rank: random(2, rank * begins[-1], seed=rank + 1, dtype=torch.float32) for rank in ranks}
     gradients = {rank: slab.clone() for rank, slab in before.items()}
     sites = Sites(a_begins=tuple(begins[: len(widths)]), b_begins=tuple(begins[len(widths) : -1]), widths=widths)
-    pieces = pieces_of(ranks)
-    tiles = tiles_of(pieces, work, gradients)
+    ranges = ranges_of(ranks)
+    tiles = tiles_of(ranges, work, gradients)
     x, dy = random(NUM_TOKENS, num_in, seed=100), random(NUM_TOKENS, sum(widths), seed=101)
 
     beyond = torch.ones(NUM_TOKENS, len(widths), max(ranks), dtype=torch.bool, device=DEVICE)
-    for piece in pieces:
-        beyond[piece.start : piece.end, :, : piece.rank] = False
+    for own_range in ranges:
+        beyond[own_range.start : own_range.end, :, : own_range.rank] = False
 
-    h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.pull(dy, tiles, sites)
+    h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.expand_backward(dy, tiles, sites)
     for intermediate in (h, dh):  # what lies beyond a tile's rank is never read
         intermediate.view(beyond.shape)[beyond] = torch.nan
-    y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.push(dh, num_in, tiles, sites)
+    y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.shrink_backward(dh, num_in, tiles, sites)
     lora_kernels.add_gradients(x, dy, h, dh, tiles, sites)
     want = {rank: slab.double() for rank, slab in before.items()}
-    bare = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
-    for piece in pieces:
-        own, rank, row = slice(piece.start, piece.end), piece.rank, work[piece.rank][piece.slot].double()
-        bare[own] = False
-        want_dx = torch.zeros(piece.end - piece.start, num_in, dtype=torch.float64, device=DEVICE)
+    base_only = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
+    for own_range in ranges:
+        own, rank, row = (
+            slice(own_range.start, own_range.end),
+            own_range.rank,
+            work[own_range.rank][own_range.slot].double(),
+        )
+        base_only[own] = False
+        want_dx = torch.zeros(own_range.end - own_range.start, num_in, dtype=torch.float64, device=DEVICE)
         first = 0
         for index, width in enumerate(widths):
             at, bt = rank * sites.a_begins[index], rank * sites.b_begins[index]
             out, cells = slice(first, first + width), slice(index * max(ranks), index * max(ranks) + rank)
             a, b = row[at : at + rank * num_in].view(rank, num_in), row[bt : bt + rank * width].view(width, rank)
             h_own, dh_own = h[own, cells].double(), dh[own, cells].double()
-            near(h_own, piece.scale * x[own].double() @ a.t())
+            near(h_own, own_range.scale * x[own].double() @ a.t())
             near(y[own, out], h_own @ b.t())
-            near(dh_own, piece.scale * dy[own, out].double() @ b)
+            near(dh_own, own_range.scale * dy[own, out].double() @ b)
             want_dx += dh_own @ a
-            if piece.gradient is not None:
-                gradient = want[rank][piece.gradient]
+            if own_range.gradient is not None:
+                gradient = want[rank][own_range.gradient]
                 gradient[at : at + rank * num_in] += (dh_own.t() @ x[own].double()).flatten()
                 gradient[bt : bt + rank * width] += (dy[own, out].double().t() @ h_own).flatten()
             first += width
         near(dx[own], want_dx)
-    assert y[bare].count_nonzero() == dx[bare].count_nonzero() == 0
+    assert y[base_only].count_nonzero() == dx[base_only].count_nonzero() == 0
     for rank in ranks:
         near(gradients[rank], want[rank], 1e-5)
 
@@ -154,8 +159,8 @@ def test_tables_begin_where_the_launcher_wants_them() -> None:
     """At a multiple of 16 bytes, also spans behind an odd number of tiles."""
     rows = {8: torch.zeros(4, 64, device=DEVICE)}
     for end in (64, 65):
-        piece = Piece(start=0, end=end, rank=8, slot=0, scale=1.0, gradient=0)
-        tiles = tiles_of([piece], rows, rows)
+        own_range = TokenRange(start=0, end=end, rank=8, slot=0, scale=1.0, gradient=0)
+        tiles = tiles_of([own_range], rows, rows)
         assert tiles.spans_N4.data_ptr() % 16 == 0
         assert tiles.num_own == -(-end // 64)
         assert len(tiles.tiles_C4) == tiles.num_own + -(-(NUM_TOKENS - end) // 64)
@@ -164,36 +169,36 @@ def test_tables_begin_where_the_launcher_wants_them() -> None:
 @pytest.mark.parametrize("ranks", [(8,), (8, 16, 32, 64)], ids=str)
 def test_nothing_of_one_adapter_reaches_another(ranks: tuple[int, ...]) -> None:
     """All others keep their bits, whichever is full of NaN; so do tokens that have none, whatever theirs are."""
-    sites, pieces = Sites(a_begins=(0,), b_begins=(64,), widths=(64,)), pieces_of(ranks)
+    sites, ranges = Sites(a_begins=(0,), b_begins=(64,), widths=(64,)), ranges_of(ranks)
     clean = {rank: random(4, 128 * rank, seed=rank) for rank in ranks}
 
-    def outcome(sick: Piece | None) -> tuple[list[torch.Tensor], dict[Piece, torch.Tensor]]:
+    def outcome(sick: TokenRange | None) -> tuple[list[torch.Tensor], dict[TokenRange, torch.Tensor]]:
         work = {rank: slab.clone() for rank, slab in clean.items()}
         gradients = {rank: torch.zeros(2, 128 * rank, device=DEVICE) for rank in ranks}
         x, dy = random(NUM_TOKENS, 64, seed=100), random(NUM_TOKENS, 64, seed=101)
         if sick is not None:
             work[sick.rank][sick.slot] = torch.nan
             x[sick.start : sick.end] = dy[sick.start : sick.end] = torch.inf
-            x[bare] = dy[bare] = torch.nan
-        tiles = tiles_of(pieces, work, gradients)
-        h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.pull(dy, tiles, sites)
-        y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.push(dh, 64, tiles, sites)
+            x[base_only] = dy[base_only] = torch.nan
+        tiles = tiles_of(ranges, work, gradients)
+        h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.expand_backward(dy, tiles, sites)
+        y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.shrink_backward(dh, 64, tiles, sites)
         lora_kernels.add_gradients(x, dy, h, dh, tiles, sites)
-        return [y, dx], {p: gradients[p.rank][p.gradient] for p in pieces if p.gradient is not None}
+        return [y, dx], {p: gradients[p.rank][p.gradient] for p in ranges if p.gradient is not None}
 
-    bare = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
-    for piece in pieces:
-        bare[piece.start : piece.end] = False
+    base_only = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
+    for own_range in ranges:
+        base_only[own_range.start : own_range.end] = False
     wide, rows = outcome(None)
-    for sick in pieces:
+    for sick in ranges:
         got, got_rows = outcome(sick)
-        others = torch.ones_like(bare)
+        others = torch.ones_like(base_only)
         others[sick.start : sick.end] = False
         for tensor, want in zip(got, wide, strict=True):
             assert torch.equal(tensor[others], want[others])
             assert tensor[~others].isnan().all()
-        for piece, row in got_rows.items():
-            assert row.isnan().all() if piece == sick else torch.equal(row, rows[piece])
+        for own_range, row in got_rows.items():
+            assert row.isnan().all() if own_range == sick else torch.equal(row, rows[own_range])
 
 
 def near(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) -> None:
@@ -213,13 +218,13 @@ def make_bank() -> AdapterBank:
     """Adapters with weights that are zero nowhere but in the tail; ``c`` trains none of the joint sites."""
     bank = AdapterBank(SITES, device=DEVICE, dtype=DTYPE)
     for seed, (name, rank) in enumerate(RANKS.items()):
-        config = LoraConfig(rank=rank, seed=seed, train_attn=name != "c")
+        config = Lora(rank=rank, seed=seed, train_attn=name != "c")
         bank.create(name, config)
         generator = torch.Generator().manual_seed(seed)
         parts = bank.export(bank.weights(name), config)
         parts = {key: torch.randn(part.shape, generator=generator) * 0.3 for key, part in parts.items()}
         bank.import_row(parts, config, bank.weights(name))
-        bank.refresh_work(name)
+        bank.refresh_compute(name)
     return bank
 
 
@@ -242,29 +247,29 @@ def test_base_and_adapters_together_equal_the_loop(
     through_kernels(monkeypatch)
     bank, num_tokens = make_bank(), chunks[-1][1]
     segments = tuple(
-        Segment(start=start, end=end, row=bank.row(name), gradient=None if name == silent else bank[name].slot)
+        Segment(start=start, end=end, row=bank.row(name), gradient=None if name == silent else bank[name].gradient_slot)
         for name, (start, end) in bounds.items()
     )
-    pass_ = Pass(seq_lens=(num_tokens,), segments=segments)
+    batch = ForwardBatch(seq_lens=(num_tokens,), segments=segments)
     weight, bias = random(sum(WIDTHS), IN, seed=1), random(sum(WIDTHS), seed=2)
     x, dy = random(num_tokens, IN, seed=3), random(num_tokens, sum(WIDTHS), seed=4)
     found = []
     for products in ("loop", "auto"):
-        pass_lora = LoraPass.of(pass_, bank, products=products)  # type: ignore[arg-type]
-        assert pass_lora is not None
+        lora_batch = LoraBatch.of(batch, bank, products=products)  # type: ignore[arg-type]
+        assert lora_batch is not None
         for name in RANKS:
             bank.gradient(name).zero_()
         ys, dxs = [], []
         for start, end in chunks:
             own = slice(start, end)
-            y, saved = lora_linear(x[own], weight, bias, JOINT, WIDTHS, pass_lora, start=start)
+            y, saved = lora_linear(x[own], weight, bias, JOINT, WIDTHS, lora_batch, start=start)
             dx = lora_linear_backward(
-                x[own], dy[own], weight, saved, JOINT, WIDTHS, pass_lora, start=start, want_dx=True
+                x[own], dy[own], weight, saved, JOINT, WIDTHS, lora_batch, start=start, want_dx=True
             )
             assert dx is not None
             ys.append(y)
             dxs.append(dx)
-            runs = pass_lora.runs(start, end - start, "kernels")
+            runs = lora_batch.runs(start, end - start, "kernels")
             if "f" in bounds:
                 assert [run.products for run in runs] == ["kernels", "grouped", "kernels"]
             else:
@@ -295,12 +300,12 @@ def test_a_pass_through_them_equals_one_through_plain_products(
             fuse(model.network)
             assert any(type(module).forward is _swiglu for module in model.network.modules())
             through_kernels(monkeypatch)
-        studio = Studio(model)
+        harness = LearnerHarness(model)
         for number, (name, rank) in enumerate(ranks.items()):
-            studio.create(name, rank, seed=number)
-        outputs = studio.run(*some_commands(studio, list(ranks)))
+            harness.create(name, rank, seed=number)
+        outputs = harness.run(*some_commands(harness, list(ranks)))
         losses = [output.metrics["loss:sum"] for output in outputs]
-        found.append((losses, {name: studio.gradient(name) for name in ranks}))
+        found.append((losses, {name: harness.gradient(name) for name in ranks}))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
     for name in ranks:
         assert found[0][1][name].norm() > 0

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from descant.model.base import BaseModel
+from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, PagedKV
 from descant.model.load import load_model, native_dtype, resolve_model
-from descant.model.passes import PAGE_TOKENS, KVPass, Pass
 
 pytestmark = pytest.mark.smollm2
 
@@ -35,7 +35,7 @@ def texts(model: BaseModel) -> list[torch.Tensor]:
 
 
 def logprobs(model: BaseModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return model.head.logprobs(hidden, targets.unsqueeze(1), None).logprobs_PK.squeeze(1)
+    return model.lm_head.logprobs(hidden, targets.unsqueeze(1), None).logprobs_PK.squeeze(1)
 
 
 def test_facts_and_a_sane_answer(model: BaseModel) -> None:
@@ -48,8 +48,10 @@ def test_facts_and_a_sane_answer(model: BaseModel) -> None:
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"]
     with torch.no_grad():
         for _ in range(4):
-            hidden, _ = model.trunk(torch.tensor(ids), torch.arange(len(ids)), Pass(seq_lens=(len(ids),)))
-            ids.append(int(model.head.logits(hidden[-1:], None).argmax()))
+            hidden, _ = model.decoder_forward(
+                torch.tensor(ids), torch.arange(len(ids)), ForwardBatch(seq_lens=(len(ids),))
+            )
+            ids.append(int(model.lm_head.logits(hidden[-1:], None).argmax()))
     assert tokenizer.decode(ids[-4:]) == "The capital of France"
 
 
@@ -58,7 +60,7 @@ def test_prefill_in_chunks_and_decode_equal_one_training_pass_bit_for_bit(model:
     """8 sequences of 384 tokens, batched: prefill in chunks of 96, the last 8 tokens decoded one a pass."""
     tokens = torch.stack(texts(model))
     positions = torch.arange(LENGTH).repeat(NUM_SEQUENCES)
-    hidden, _ = model.trunk(tokens.flatten(), positions, Pass(seq_lens=(LENGTH,) * NUM_SEQUENCES))
+    hidden, _ = model.decoder_forward(tokens.flatten(), positions, ForwardBatch(seq_lens=(LENGTH,) * NUM_SEQUENCES))
     targets = tokens.roll(-1, 1)
     once = logprobs(model, hidden, targets.flatten()).view(NUM_SEQUENCES, LENGTH)
 
@@ -68,10 +70,10 @@ def test_prefill_in_chunks_and_decode_equal_one_training_pass_bit_for_bit(model:
     edges = [*range(0, PROMPT, 96), *range(PROMPT, LENGTH + 1)]
     parts = []
     for start, end in itertools.pairwise(edges):
-        kv = KVPass(pool=pool, page_table=table, context_lens=(start,) * NUM_SEQUENCES)
-        plan = Pass(seq_lens=(end - start,) * NUM_SEQUENCES, kv=kv)
-        hidden, _ = model.trunk(
-            tokens[:, start:end].flatten(), positions.view(tokens.shape)[:, start:end].flatten(), plan
+        kv = PagedKV(pool=pool, page_table=table, context_lens=(start,) * NUM_SEQUENCES)
+        batch = ForwardBatch(seq_lens=(end - start,) * NUM_SEQUENCES, kv=kv)
+        hidden, _ = model.decoder_forward(
+            tokens[:, start:end].flatten(), positions.view(tokens.shape)[:, start:end].flatten(), batch
         )
         parts.append(logprobs(model, hidden, targets[:, start:end].flatten()).view(NUM_SEQUENCES, -1))
     difference = (torch.cat(parts, 1) - once).abs().max()

@@ -5,35 +5,48 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 import descant.ckpt.files as files
-from descant.errors import RankDied, ServerError, UserError
-from descant.ranks.channel import Board
+from descant.errors import DescantError, RankDied, ServerError, UserError
+from descant.ranks.channel import TurnStatus
 from descant.ranks.loop import QUIET_S, TurnLoop
-from descant.ranks.messages import Failed, Finished, FromRank, Publish, Sample, Sampled, SampleEnded, Stop, Submit
+from descant.ranks.ops import (
+    Microbatch,
+    Operation,
+    Pin,
+    Publish,
+    RankRequest,
+    RankResponse,
+    Rows,
+    Sample,
+    SampleStep,
+    Stats,
+    Stop,
+)
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSettings, RankSpec
-from descant.ranks.turns import Microbatch, Rows, SampleStep
+from descant.ranks.settings import RankSpec, ReplicaSettings
 from descant.ranks.worker import Worker
 from descant.testing.engine import frozen, near, request, sampled
-from descant.testing.ranks import SETTINGS, build_tiny
+from descant.testing.executor import Around
+from descant.testing.ranks import SETTINGS, build_tiny, changed
 from descant.testing.tiny import tiny_model
 from descant.testing.trainer import OTHER_DATA, Model, close, datum, error, result, saved
 from descant.types import (
     AdamParams,
+    CheckpointSource,
     Command,
     CreateModel,
     ForwardBackward,
     ForwardBackwardOutput,
-    LoraConfig,
+    Lora,
     OptimStep,
+    SampleDelta,
     Snapshot,
     SnapshotRef,
     Version,
@@ -45,46 +58,39 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model("llama", tmp_path_factory.mktemp("tiny"))
 
 
-class Seen(Worker):
-    """Notes the turns; ``sabotage`` says which call of a method, counted from 1, raises."""
+class Seen(Around):
+    """Notes the operations; ``sabotage`` says which of a kind, counted from 1, breaks."""
 
     def __init__(self, worker: Worker):
-        self.__dict__.update(worker.__dict__)
+        super().__init__(worker)
+        self.worker = worker
+        assert worker.train is not None
+        self.learner = worker.train.learner
         self.turns: list[Any] = []
         self.under_way: list[tuple[bool, bool]] = []
         """Of each pass: whether somebody sampled meanwhile, and whether its turn ended before it was looked at."""
-        self.sabotage: dict[str, int] = {}
+        self.sabotage: dict[type[Operation[Any]], int] = {}
+        self.reads: Callable[[CheckpointSource], Any] = worker.read
 
-    def _note(self, name: str, turn: Any) -> None:
-        self.turns.append(turn)
-        self.sabotage[name] = self.sabotage.get(name, 0) - 1
-        if self.sabotage[name] == 0:
-            raise RuntimeError(f"{name}: secret detail")
+    def execute(self, op: Operation[Any]) -> Any:
+        if isinstance(op, Microbatch | SampleStep | Rows | Pin | Publish):
+            self.turns.append(op)
+        self.sabotage[type(op)] = self.sabotage.get(type(op), 0) - 1
+        if self.sabotage[type(op)] == 0:
+            raise RuntimeError(f"{type(op).__name__}: secret detail")
+        outcome = super().execute(op)
+        if isinstance(op, Microbatch):
+            self.under_way.append((op.sampling, self.learner.has_launched_pass))
+        return outcome
 
-    def microbatch(self, turn: Any) -> Any:
-        self._note("microbatch", turn)
-        outcomes = super().microbatch(turn)
-        self.under_way.append((turn.sampling, self._learner._flight is not None))
-        return outcomes
+    def read(self, source: CheckpointSource) -> Any:
+        return self.reads(source)
 
-    def sample_step(self, turn: Any) -> Any:
-        self._note("sample_step", turn)
-        return super().sample_step(turn)
-
-    def rows(self, turn: Any) -> Any:
-        self._note("rows", turn)
-        return super().rows(turn)
-
-    def acquire(self, version: Version | None, count: int = 1) -> None:
-        self._note("acquire", (version, count))
-        super().acquire(version, count)
-
-    def publish(self, ref: SnapshotRef, loaded: Any | None) -> None:
-        self._note("publish", ref)
-        super().publish(ref, loaded)
+    def stats(self) -> Mapping[str, float]:
+        return self.inner.execute(Stats())
 
 
-def seen_worker(tiny: Path, settings: RankSettings = SETTINGS) -> Seen:
+def seen_worker(tiny: Path, settings: ReplicaSettings = SETTINGS) -> Seen:
     return Seen(build_tiny(RankSpec(model=str(tiny), settings=settings), lambda phase: None, Peers()))
 
 
@@ -101,20 +107,22 @@ async def rank(tiny: Path) -> AsyncIterator[tuple[Replica, Seen]]:
     await replica.close()
 
 
-async def test_requests_of_many_models_share_passes_within_the_budget(rank: tuple[Replica, Seen]) -> None:
+async def test_requests_of_many_models_share_turns_within_the_budget_and_no_passes(rank: tuple[Replica, Seen]) -> None:
     replica, seen = rank
     models = [Model(replica, f"m{i}") for i in range(4)]
     await asyncio.gather(*(result(model.create()) for model in models))
     seen.turns.clear()
-    data = (datum([1, 2, 3, 4]),) * 3
+    data = (datum([1, 2, 3, 4]),) * 2
     await asyncio.gather(*(result(model.backward(data)) for model in models for _ in range(2)))
-    passes = [turn for turn in seen.turns if hasattr(turn, "parts")]
-    assert sum(len(turn.parts) for turn in passes) == 4 * 2 * 3
-    assert all(len(turn.parts) <= SETTINGS.microbatch_tokens // 4 for turn in passes)
-    assert any(len({part.request[0] for part in turn.parts}) > 1 for turn in passes)
-    opened = [command for turn in passes for command in turn.opens]
+    turns = [turn for turn in seen.turns if isinstance(turn, Microbatch)]
+    assert sum(len(turn.parts) for turn in turns) == 4 * 2 * 2
+    assert all(len(turn.parts) <= SETTINGS.train.microbatch_tokens // 4 for turn in turns)
+    assert any(len({part.request[0] for part in turn.parts}) > 1 for turn in turns)
+    passes = [parts for turn in turns for [*of_rank] in turn.shares for parts in of_rank]
+    assert [len({part.request for part in parts}) for parts in passes] == [1] * 8
+    opened = [command for turn in turns for command in turn.opens]
     assert len(opened) == 8
-    assert sorted(key for turn in passes for key in turn.closes) == sorted((c.model_id, c.seq_id) for c in opened)
+    assert sorted(key for turn in turns for key in turn.closes) == sorted((c.model_id, c.seq_id) for c in opened)
 
 
 class Trickling(queue.SimpleQueue[Any]):
@@ -139,21 +147,23 @@ def test_a_rank_at_rest_lets_a_burst_come_in(tiny: Path, apart_s: float, passes:
     worker = seen_worker(tiny)
     inbox, waited = Trickling(apart_s), dict[int, float]()
 
-    def emit(message: FromRank) -> None:
-        match message:
-            case Finished(call=call, result=ForwardBackwardOutput() as output):
-                waited[call] = output.metrics["wait_ms:max"]
+    def respond(response: RankResponse) -> None:
+        match response:
+            case RankResponse(id=number, result=ForwardBackwardOutput() as output):
+                waited[number] = output.metrics["wait_ms:max"]
                 if len(waited) == 2:
-                    loop.post(Stop())
-            case Failed(error=failure):
+                    loop.post(RankRequest(id=0, op=Stop()))
+            case RankResponse(error=DescantError() as failure):
                 raise failure
 
-    loop = TurnLoop(worker, emit=emit, board=Board(), steps_per_microbatch=1.0, seconds=lambda: inbox.now)
+    loop = TurnLoop(
+        worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0, seconds=lambda: inbox.now
+    )
     loop._inbox = inbox
     for model_id in "ab":
-        loop.post(Submit(call=0, command=CreateModel(model_id=model_id, lora=LoraConfig(rank=4, seed=0))))
+        loop.post(RankRequest(id=0, op=CreateModel(model_id=model_id, trainable=Lora(rank=4, seed=0))))
         backward = ForwardBackward(model_id=model_id, seq_id=1, data=(datum([1, 2, 3]),), loss_fn="cross_entropy")
-        inbox.coming.append(Submit(call=ord(model_id), command=backward))
+        inbox.coming.append(RankRequest(id=ord(model_id), op=backward))
     loop.run()
     assert [len(turn.opens) for turn in worker.turns if isinstance(turn, Microbatch)] == passes
     assert waited == {ord("a"): pytest.approx(1000 * apart_s if passes == [2] else 0.0), ord("b"): 0.0}
@@ -169,7 +179,9 @@ async def test_a_light_tenant_does_not_wait_for_a_heavy_one(rank: tuple[Replica,
     await asyncio.gather(*map(result, many))
 
 
-async def test_who_comes_while_nobody_waits_does_not_catch_up_with_the_past(rank: tuple[Replica, Seen]) -> None:
+async def test_a_model_that_arrives_at_an_empty_queue_does_not_catch_up_with_the_past(
+    rank: tuple[Replica, Seen],
+) -> None:
     """One has trained alone for long, and rests for a moment. Whoever comes then has the same share, not all."""
     replica, seen = rank
     old, new = Model(replica, "old"), Model(replica, "new")
@@ -196,9 +208,9 @@ async def test_tokens_are_sampled_while_training_goes_on(rank: tuple[Replica, Se
     assert "mm" not in kinds[kinds.index("s") : kinds.rindex("s")], kinds
 
 
-async def test_a_pass_ends_with_its_turn_while_somebody_samples(rank: tuple[Replica, Seen]) -> None:
+async def test_a_pass_ends_with_its_turn_while_sequences_are_sampled(rank: tuple[Replica, Seen]) -> None:
     replica, seen = rank
-    seen._learner._flies = True  # as on CUDA
+    seen.learner.runner.asynchronous = True  # as on CUDA
     model = Model(replica)
     await result(model.create())
     data = (datum(list(range(1, 15))),) * 40
@@ -230,7 +242,7 @@ async def test_its_numbers_are_told_between_turns(rank: tuple[Replica, Seen]) ->
 async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> None:
     """Of a budget of 40: 30, with no room for 21; then 21 and three times 2 (an eighth), with no room for 16."""
     made: list[Seen] = []
-    settings = replace(SETTINGS, microbatch_tokens=40)
+    settings = changed(SETTINGS, train={"microbatch_tokens": 40})
 
     def build(phase: Any) -> Seen:
         made.append(seen_worker(tiny, settings))
@@ -259,7 +271,7 @@ async def test_a_pass_that_breaks_fails_what_was_in_it_and_no_more(rank: tuple[R
     model, other = Model(replica, "model"), Model(replica, "other")
     await asyncio.gather(result(model.create()), result(other.create()))
     before = await model.loss()
-    seen.sabotage = {"microbatch": which}
+    seen.sabotage = {Microbatch: which}
     broken, step = model.backward((datum(list(range(1, 15))),) * 3), model.step()
     failure = await error(broken, ServerError)
     assert "RuntimeError" in str(failure)
@@ -275,7 +287,7 @@ async def test_a_pass_that_breaks_fails_what_was_in_it_and_no_more(rank: tuple[R
 async def test_a_row_turn_that_breaks_fails_its_commands(rank: tuple[Replica, Seen]) -> None:
     replica, seen = rank
     model = Model(replica)
-    seen.sabotage = {"rows": 1}
+    seen.sabotage = {Rows: 1}
     await error(model.create(), ServerError)
     await result(model.create())
     await model.train(1)
@@ -283,7 +295,7 @@ async def test_a_row_turn_that_breaks_fails_its_commands(rank: tuple[Replica, Se
 
 async def test_a_step_that_breaks_fails_its_requests(rank: tuple[Replica, Seen]) -> None:
     replica, seen = rank
-    seen.sabotage = {"sample_step": 1}
+    seen.sabotage = {SampleStep: 1}
     with pytest.raises(ServerError, match="RuntimeError"):
         await sampled(replica, request())
     assert len((await sampled(replica, request())).tokens()) == 4
@@ -317,16 +329,14 @@ async def test_training_goes_on_while_a_save_is_written(
     assert await again.loss() == at_snapshot
 
 
-async def test_a_checkpoint_is_read_while_others_train(
-    rank: tuple[Replica, Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_checkpoint_is_read_while_others_train(rank: tuple[Replica, Seen], tmp_path: Path) -> None:
     replica, seen = rank
     model = Model(replica)
     await result(model.create())
     await model.train(1)
     source = await saved(replica, cast(SnapshotRef, await result(model.snapshot())), tmp_path / "a")
-    held, read = threading.Event(), seen.read
-    monkeypatch.setattr(seen, "read", lambda source: held.wait(60) and read(source))
+    held, read = threading.Event(), seen.reads
+    seen.reads = lambda source: held.wait(60) and read(source)
     again = Model(replica, "again")
     created, loss = again.create(source=source), again.forward()
     await model.train(1)
@@ -368,13 +378,13 @@ async def test_requests_move_to_newer_weights_together(rank: tuple[Replica, Seen
             if name not in begun:
                 begun.append(name)
                 if len(begun) == 3:
-                    seen.sabotage["acquire"] = int(breaks)
+                    seen.sabotage[Pin] = int(breaks)
                     await replica.publish(new)
         return version
 
     ended_with = await asyncio.gather(*map(watch, "abc"))
     assert ended_with == [old.version if breaks else new.version] * 3
-    pins = [turn for turn in seen.turns if isinstance(turn, tuple)]
+    pins = [(turn.version, turn.count) for turn in seen.turns if isinstance(turn, Pin)]
     assert pins == [(old.version, 1)] * 3 + [(new.version, 3)]
     assert (await replica.stats())["versions_pinned"] == 0
 
@@ -397,35 +407,40 @@ def test_weights_that_are_followed_are_in_the_next_step(
 
     def send(*commands: Command) -> None:
         for command in commands:
-            loop.post(Submit(call=command.seq_id, command=command))
+            loop.post(RankRequest(id=command.seq_id, op=command))
 
     def snapshot(seq_id: int) -> Snapshot:
         return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False, to_publish=to_publish)
 
-    def emit(message: FromRank) -> None:
-        match message:
-            case Finished(call=1, result=SnapshotRef() as ref):
+    def respond(response: RankResponse) -> None:
+        match response:
+            case RankResponse(id=1, result=SnapshotRef() as ref):
                 refs.append(ref)
-                loop.post(Publish(call=8, ref=ref))
-                loop.post(Sample(request=request(ref.version, max_tokens=10, stream=True, inflight=follows)))
-            case Finished(call=3, result=SnapshotRef() as ref):
+                loop.post(RankRequest(id=8, op=Publish(ref=ref)))
+                loop.post(
+                    RankRequest(
+                        id=100,
+                        op=Sample(request=request(ref.version, max_tokens=10, stream=True, inflight=follows)),
+                    )
+                )
+            case RankResponse(id=3, result=SnapshotRef() as ref):
                 assert sum(isinstance(turn, Rows) for turn in worker.turns) == 2
                 refs.append(ref)
-            case Finished(call=8 | 9 as call):
-                answered.append(call)
-            case Sampled(delta=delta):
+            case RankResponse(id=8 | 9 as number, error=None):
+                answered.append(number)
+            case RankResponse(id=100, result=SampleDelta() as delta):
                 versions.append((num_steps(), delta.version))
                 if num_steps() == 2:
                     send(OptimStep(model_id="a", seq_id=2, adam_params=AdamParams()), snapshot(3))
                 if num_steps() == 4:
-                    loop.post(Publish(call=9, ref=refs[1]))
-            case SampleEnded():
-                loop.post(Stop())
-            case Failed(error=failure):
+                    loop.post(RankRequest(id=9, op=Publish(ref=refs[1])))
+            case RankResponse(id=100, error=None):
+                loop.post(RankRequest(id=0, op=Stop()))
+            case RankResponse(error=DescantError() as failure):
                 raise failure
 
-    loop = TurnLoop(worker, emit=emit, board=Board(), steps_per_microbatch=1.0)
-    send(CreateModel(model_id="a", lora=LoraConfig(rank=4, seed=0)), snapshot(1))
+    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0)
+    send(CreateModel(model_id="a", trainable=Lora(rank=4, seed=0)), snapshot(1))
     loop.run()
     old, new = (ref.version for ref in refs)
     crossed = 10 if steps is None else 2 + steps
@@ -434,38 +449,42 @@ def test_weights_that_are_followed_are_in_the_next_step(
     assert worker.stats()["versions_pinned"] == 0
 
 
-@pytest.mark.parametrize("what", ["publish", "acquire"])
+@pytest.mark.parametrize("what", [Publish, Pin])
 def test_weights_that_cannot_be_published_with_their_snapshot_are_published_when_asked_for(
-    tiny: Path, what: str
+    tiny: Path, what: type[Operation[Any]]
 ) -> None:
     worker = seen_worker(tiny)
     versions, answered = list[Version | None](), list[int]()
 
-    def emit(message: FromRank) -> None:
-        match message:
-            case Finished(call=1, result=SnapshotRef() as ref):
-                loop.post(Publish(call=8, ref=ref))
-                loop.post(Sample(request=request(ref.version, max_tokens=10, stream=True, inflight=True)))
-            case Finished(call=2, result=SnapshotRef() as ref):
-                loop.post(Publish(call=9, ref=ref))
-            case Finished(call=8 | 9 as call):
-                answered.append(call)
-            case Sampled(delta=delta):
+    def respond(response: RankResponse) -> None:
+        match response:
+            case RankResponse(id=1, result=SnapshotRef() as ref):
+                loop.post(RankRequest(id=8, op=Publish(ref=ref)))
+                loop.post(
+                    RankRequest(
+                        id=100, op=Sample(request=request(ref.version, max_tokens=10, stream=True, inflight=True))
+                    )
+                )
+            case RankResponse(id=2, result=SnapshotRef() as ref):
+                loop.post(RankRequest(id=9, op=Publish(ref=ref)))
+            case RankResponse(id=8 | 9 as number, error=None):
+                answered.append(number)
+            case RankResponse(id=100, result=SampleDelta() as delta):
                 versions.append(delta.version)
                 if len(versions) == 2:
                     worker.sabotage[what] = 1
-                    loop.post(Submit(call=2, command=snapshot(2)))
-            case SampleEnded():
-                loop.post(Stop())
-            case Failed(error=failure):
+                    loop.post(RankRequest(id=2, op=snapshot(2)))
+            case RankResponse(id=100, error=None):
+                loop.post(RankRequest(id=0, op=Stop()))
+            case RankResponse(error=DescantError() as failure):
                 raise failure
 
     def snapshot(seq_id: int) -> Snapshot:
         return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False, to_publish=True)
 
-    loop = TurnLoop(worker, emit=emit, board=Board(), steps_per_microbatch=1.0)
-    loop.post(Submit(call=0, command=CreateModel(model_id="a", lora=LoraConfig(rank=4, seed=0))))
-    loop.post(Submit(call=1, command=snapshot(1)))
+    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0)
+    loop.post(RankRequest(id=0, op=CreateModel(model_id="a", trainable=Lora(rank=4, seed=0))))
+    loop.post(RankRequest(id=1, op=snapshot(1)))
     loop.run()
     assert answered == [8, 9]
     assert [version.number for version in versions if version is not None] == [1] * 2 + [2] * 8

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 import descant
-from descant.dist.frames import pack
-from descant.dist.referee import Invitation
+from descant.distributed.coordinator.process import Rendezvous
+from descant.distributed.frames import pack
 from descant.errors import ServerError, UserError
 from descant.ranks.channel import encode
 from descant.ranks.ray_cluster import RayCluster
-from descant.ranks.ray_host import HostOrder, RankHost
+from descant.ranks.ray_host import HostConfig, RankHost
 from descant.ranks.ray_rank import RayRank
 from descant.ranks.settings import RaySettings
 from descant.testing.server import START_S
@@ -38,18 +38,18 @@ async def rank() -> AsyncIterator[RayRank]:
 
 async def hosted(rank: RayRank, tmp_path: Path, **changes: Any) -> asyncio.Future[None]:
     """Starts a host in a thread; the end of its work."""
-    (tmp_path / "proof").write_text("this")
-    order = HostOrder(
+    (tmp_path / "probe").write_text("this")
+    order = HostConfig(
         **{
             "address": await rank.listen("127.0.0.1"),
             "token": rank.token,
-            "proof": (str(tmp_path / "proof"), "this"),
+            "probe": (str(tmp_path / "probe"), "this"),
             "version": descant.__version__,
             **changes,
         }
     )
     run = asyncio.ensure_future(asyncio.to_thread(RankHost().run, order))
-    rank.host_is(run, end=lambda: asyncio.ensure_future(asyncio.sleep(0)))
+    rank.set_host(run, end=lambda: asyncio.ensure_future(asyncio.sleep(0)))
     return run
 
 
@@ -65,7 +65,7 @@ async def test_a_host_tells_how_its_rank_is_and_how_it_ended(rank: RayRank, tmp_
     process = psutil.Process(rank.pid)
     assert process.ppid() == os.getpid()
     assert (rank.node, rank.address) == (socket.gethostname(), "127.0.0.1")
-    rank.begin("no seat", lambda message: None)  # type: ignore[arg-type]  # it waits for one, and ends
+    rank.begin("no assignment", lambda message: None)  # type: ignore[arg-type]  # it waits for one, and ends
     assert await rank.exited() == f"(process {process.pid} on {rank.node}) exited with code 0"
     await asyncio.wait_for(run, SECONDS)
     assert not process.is_running()
@@ -80,7 +80,7 @@ async def test_a_rank_that_is_stopped_and_then_ended(rank: RayRank, tmp_path: Pa
     os.kill(rank.pid, signal.SIGCONT)
     await until(lambda: not rank.is_stopped())
     os.kill(rank.pid, signal.SIGSTOP)
-    rank.begin("no seat", lambda message: None)  # type: ignore[arg-type]
+    rank.begin("no assignment", lambda message: None)  # type: ignore[arg-type]
     rank.kill()
     assert await rank.exited() == f"(process {rank.pid} on {rank.node}) was killed by SIGKILL"
     await asyncio.wait_for(run, SECONDS)
@@ -95,20 +95,20 @@ async def test_a_rank_ends_with_its_server(rank: RayRank, tmp_path: Path) -> Non
     assert not process.is_running()
 
 
-async def test_a_host_watches_its_machine_for_the_referee(rank: RayRank, tmp_path: Path) -> None:
+async def test_a_host_watches_its_machine_for_the_coordinator(rank: RayRank, tmp_path: Path) -> None:
     await hosted(rank, tmp_path)
     await rank.connected(timeout_s=START_S)
     heard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    async def referee(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def coordinator(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         length = int.from_bytes(await reader.readexactly(4), "big")
         heard.set_result(json.loads(await reader.readexactly(length)))
         writer.close()
 
-    async with await asyncio.start_server(referee, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(coordinator, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
         rank.watch(
-            Invitation(host=host, port=port, token="secret", world=2, directory="/", pid=1, node="another machine")
+            Rendezvous(host=host, port=port, token="secret", world=2, directory="/", pid=1, node="another machine")
         )
         hello = await asyncio.wait_for(heard, SECONDS)
     assert hello[0] == "hello"
@@ -119,9 +119,9 @@ async def test_a_host_watches_its_machine_for_the_referee(rank: RayRank, tmp_pat
     ("changes", "says"),
     [
         pytest.param({"version": "0"}, "it has Descant .*, the server has 0", id="another version"),
-        pytest.param({"proof": ("/nowhere/x", "this")}, "does not see the server's data_dir /nowhere", id="no file"),
+        pytest.param({"probe": ("/nowhere/x", "this")}, "does not see the server's data_dir /nowhere", id="no file"),
         pytest.param(
-            {"proof": ("/proc/self/comm", "x")}, "does not see the server's data_dir /proc", id="another file"
+            {"probe": ("/proc/self/comm", "x")}, "does not see the server's data_dir /proc", id="another file"
         ),
     ],
 )
@@ -137,8 +137,8 @@ async def test_a_host_that_cannot_start_says_why(
 async def test_a_host_that_never_comes(rank: RayRank) -> None:
     await rank.listen("127.0.0.1")
     never = asyncio.get_running_loop().create_future()
-    rank.host_is(never, end=lambda: never)
-    with pytest.raises(ServerError, match=r"could not be started .* nothing was heard of its host within 0\.01 s"):
+    rank.set_host(never, end=lambda: never)
+    with pytest.raises(ServerError, match=r"could not be started .* its host did not connect within 0\.01 s"):
         await rank.connected(timeout_s=0.01)
 
 

@@ -15,16 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from descant.errors import NotFound, RankDied, ServerError, UserError
+from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
 from descant.ports import Progress
 from descant.ranks.rank_main import rank_environment
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.testing.engine import request, sampled
-from descant.testing.ranks import SETTINGS
+from descant.testing.ranks import SETTINGS, changed
 from descant.testing.tiny import tiny_model
 from descant.testing.trainer import Model, result
-from descant.types import LoraConfig, SnapshotRef, Version
+from descant.types import Lora, SnapshotRef, Version
 
 SECONDS = 10.0
 """Failures must be told well within this; a busy machine gets the benefit of the doubt."""
@@ -49,16 +49,16 @@ def test_a_rank_finds_what_its_caller_finds(monkeypatch: pytest.MonkeyPatch) -> 
     assert rank_environment({})["PYTHONPATH"] == own
 
 
-def faulty(build: str, **settings: float) -> RankSpec:
+def faulty(build: str, **rank: float) -> RankSpec:
     return RankSpec(
         model="x",
-        settings=replace(SETTINGS, **settings),
-        build=f"descant.testing.faults:{build}",  # type: ignore[arg-type]
+        settings=changed(SETTINGS, rank=rank),
+        build=f"descant.testing.faults:{build}",
     )
 
 
 async def running(replica: Replica, text: str) -> None:
-    """Until the rank's board says so."""
+    """Until the rank's turn status says so."""
     while text not in replica.running():  # noqa: ASYNC110 - another process writes it
         await asyncio.sleep(0.01)
 
@@ -83,7 +83,7 @@ async def started(wanted: RankSpec, deaths: list[RankDied] | None = None) -> Asy
 REF = SnapshotRef(
     version=Version(model_id="model", number=1),
     kind="sampler",
-    lora=LoraConfig(),
+    trainable=Lora(),
     step=0,
     applied_seq_id=1,
     has_pending_gradient=False,
@@ -115,21 +115,37 @@ async def test_a_rank_serves_dies_and_is_restarted(tiny: Path) -> None:
         assert [str(death) for death in deaths] == [str(died[0])]
         assert not replica.alive
 
-        with pytest.raises(RankDied):  # at once, until it is restarted
+        with pytest.raises(RankDied):  # at once, for it is lost
             await model.forward()
-        with pytest.raises(RankDied):
-            await sampled(replica, request())
+        with pytest.raises(Overloaded):  # who has its weights in a file publishes them first
+            await sampled(replica, request(version=REF.version))
         with pytest.raises(RankDied):
             await replica.publish(REF)
         await replica.release(REF.version)
         await replica.drop(REF)
 
+        # What needs nothing of the rank that died waits for the next.
+        again = Model(replica, "again")
+        created, trained = again.create(), again.backward()
+        waiting = asyncio.ensure_future(sampled(replica, request()))
+        await asyncio.sleep(0)
+        assert "waiting to be started" in replica.running()
+        assert not created.done()
+        assert replica.num_served > 0, "of the rank that died"
         await replica.restart()
+        await asyncio.gather(created, trained)
+        assert len((await waiting).tokens()) == 4
         with pytest.raises(NotFound):
             await result(model.forward())
-        again = Model(replica, "again")
-        await result(again.create())
+        await result(again.step())
         await again.train(1)
+
+        os.kill(replica.pids[0], signal.SIGSTOP)
+        await asyncio.sleep(3 * SETTINGS.rank.stopped_grace_s)
+        assert replica.health.state == "stopped"
+        os.kill(replica.pids[0], signal.SIGCONT)
+        await again.train(1)  # nobody waited meanwhile, so nothing was lost
+        assert len(deaths) == 1
 
         os.kill(replica.pids[0], signal.SIGSTOP)
         stalled = again.forward()
@@ -139,9 +155,35 @@ async def test_a_rank_serves_dies_and_is_restarted(tiny: Path) -> None:
         assert len(deaths) == 2
 
 
+async def test_what_waits_for_a_rank_does_so_over_failed_starts_and_not_for_ever(tiny: Path) -> None:
+    deaths: list[RankDied] = []
+    wait_s = 3 * SECONDS  # a start takes as long where cores are busy
+    settings = changed(SETTINGS, rank={"start_timeout_s": wait_s})
+    async with started(replace(spec(tiny), settings=settings), deaths) as replica:
+        (pid,) = replica.pids
+        os.kill(pid, signal.SIGKILL)
+        await gone(pid)
+        while not deaths:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        waits = Model(replica, "waits").create()
+        restarting = asyncio.ensure_future(replica.restart())
+        while not replica.pids:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        os.kill(replica.pids[0], signal.SIGKILL)
+        with pytest.raises(ServerError):
+            await restarting
+        assert not waits.done()
+        with pytest.raises(RankDied, match=f"waited for for {wait_s:g} s"):
+            await waits
+        late = Model(replica, "late").create()
+        await replica.close()
+        with pytest.raises(RankDied, match="the server stops"):
+            await late
+
+
 async def test_a_turn_that_takes_too_long_is_ended_and_named(tiny: Path) -> None:
     slow = spec(tiny, "build_slow")
-    async with started(replace(slow, settings=replace(slow.settings, turn_timeout_s=1.0)), []) as replica:
+    async with started(replace(slow, settings=changed(slow.settings, rank={"turn_timeout_s": 1.0})), []) as replica:
         model = Model(replica)
         await result(model.create())
         pending = model.backward()
@@ -188,10 +230,10 @@ async def test_a_start_that_fails_says_in_which_phase(wanted: RankSpec, kind: ty
 PARENT = """
 import asyncio, sys
 from descant.ranks.replica import Replica
-from descant.ranks.settings import RankSettings, RankSpec
+from descant.ranks.settings import RankSpec, ReplicaSettings
 
 async def main():
-    spec = RankSpec(model=sys.argv[1], settings=RankSettings(), build=sys.argv[2])
+    spec = RankSpec(model=sys.argv[1], settings=ReplicaSettings(), build=sys.argv[2])
     await Replica.start(spec, on_phase=lambda phase: print(phase, flush=True))
     print("ready", flush=True)
     await asyncio.sleep(3600)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from descant.model.base import BaseModel
-from descant.ranks.settings import RankSettings
-from descant.ranks.worker import sampling_sizes
+from descant.ranks.peers import Peers
+from descant.ranks.settings import SampleSettings
+from descant.ranks.sizes import SamplingSizes, sampling_sizes
 
 
 @dataclass
@@ -32,15 +33,22 @@ class Model:
 @pytest.mark.parametrize(
     ("device", "settings", "expected"),
     [
-        pytest.param("cpu", RankSettings(), (16384, 64, 512), id="cpu"),
-        pytest.param("cuda", RankSettings(kv_bytes=32 << 30), (163840, 256, 4096), id="all sequences at full length"),
-        pytest.param("cuda", RankSettings(kv_bytes=8 << 30), (131072, 256, 4096), id="what is paid for"),
-        pytest.param("cuda", RankSettings(kv_bytes=32 << 20), (512, 64, 4096), id="fewer where pages are few"),
-        pytest.param("cuda", RankSettings(kv_bytes=1), (2, 1, 4096), id="hardly any"),
+        pytest.param("cpu", SampleSettings(), (16384, 64, 512), id="cpu"),
         pytest.param(
-            "cuda", RankSettings(kv_bytes=32 << 20, max_running=300, step_tokens=7), (512, 300, 7), id="as told"
+            "cuda", SampleSettings(kv_cache_bytes=32 << 30), (163840, 256, 4096), id="all sequences at full length"
+        ),
+        pytest.param("cuda", SampleSettings(kv_cache_bytes=8 << 30), (131072, 256, 4096), id="what is paid for"),
+        pytest.param("cuda", SampleSettings(kv_cache_bytes=32 << 20), (512, 64, 4096), id="fewer where pages are few"),
+        pytest.param("cuda", SampleSettings(kv_cache_bytes=1), (2, 1, 4096), id="hardly any"),
+        pytest.param(
+            "cuda",
+            SampleSettings(kv_cache_bytes=32 << 20, max_num_seqs=300, max_num_batched_tokens=7),
+            (512, 300, 7),
+            id="as told",
         ),
     ],
 )
-def test_sizes(device: str, settings: RankSettings, expected: tuple[int, int, int]) -> None:
-    assert sampling_sizes(cast(BaseModel, Model(torch.device(device))), settings) == expected
+def test_sizes(device: str, settings: SampleSettings, expected: tuple[int, int, int]) -> None:
+    num_pages, max_num_seqs, max_num_batched_tokens = expected
+    sizes = SamplingSizes(num_pages=num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    assert sampling_sizes(cast(BaseModel, Model(torch.device(device))), settings, Peers()) == sizes

@@ -12,21 +12,27 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from descant.sample.chance import stream_seed
+from descant.sample.rng import stream_seed
 from descant.testing.paged_sampler import EOS, Finished, PagedFake, next_token, request, scheduler, score, weight
 from descant.types import SampleRequest, Version, input_tokens
 
 NUM_PAGES = 8
 MODELS = ("a", "b")
+OWNERS = ("alice", "bob", "carol")
 
 
 class World:
     """A rank's share of sampling: versions published, pinned and released, requests running."""
 
-    def __init__(self, chance: random.Random, *, keeps_prefixes: bool, ahead: bool):
-        self.chance = chance
+    def __init__(self, rng: random.Random, *, prefix_caching: bool, ahead: bool, scoped: bool):
+        self.rng = rng
+        self.scoped = scoped
         self.scheduler = scheduler(
-            num_pages=NUM_PAGES, max_running=6, step_tokens=50, max_waiting=40, keeps_prefixes=keeps_prefixes
+            num_pages=NUM_PAGES,
+            max_num_seqs=6,
+            max_num_batched_tokens=50,
+            max_queued_requests=40,
+            prefix_caching=prefix_caching,
         )
         self.sampler = PagedFake(NUM_PAGES, ahead=ahead)
         self.finished = Finished()
@@ -40,7 +46,7 @@ class World:
         self.num_sequences = 0
         self.broken_off: set[str] = set()
         self.happened = Counter[str]()
-        families = [[chance.randrange(90) for _ in range(200)] for _ in range(3)]
+        families = [[rng.randrange(90) for _ in range(200)] for _ in range(3)]
         self.prefixes = [family[:length] for family in families for length in (30, 64, 128, 129, 190)]
         for model in MODELS:
             self.publish(model)
@@ -59,30 +65,32 @@ class World:
             self.versions[request_id] = version
 
     def release(self) -> None:
-        model = self.chance.choice(MODELS)
+        model = self.rng.choice(MODELS)
         if len(self.published[model]) > 1:
             self.happened["releases"] += 1
-            version = self.published[model].pop(self.chance.randrange(len(self.published[model]) - 1))
+            version = self.published[model].pop(self.rng.randrange(len(self.published[model]) - 1))
             self.scheduler.release(version)
 
     def arrive(self) -> None:
-        chance = self.chance
-        version = chance.choice([None, *(v for versions in self.published.values() for v in versions)])
-        inflight = chance.random() < 0.4
+        rng = self.rng
+        version = rng.choice([None, *(v for versions in self.published.values() for v in versions)])
+        inflight = rng.random() < 0.4
         if inflight and version is not None:
             version = self.published[version.model_id][-1]
-        tail = [chance.randrange(90) for _ in range(chance.choice([0, 0, 0, 1, 30]))]
+        tail = [rng.randrange(90) for _ in range(rng.choice([0, 0, 0, 1, 30]))]
         entry = request(
             f"r{len(self.requests)}",
-            prompt=[*chance.choice(self.prefixes), *tail],
-            num_samples=chance.choice([1, 1, 1, 2, 3]),
-            max_tokens=chance.choice([1, 2, 5, 10, 20, 80]),
-            seed=chance.randrange(1000),
-            stop=chance.choice([None, (), (7, 8)]),
-            prompt_logprobs=chance.random() < 0.1,
-            stream=chance.random() < 0.2,
+            prompt=[*rng.choice(self.prefixes), *tail],
+            num_samples=rng.choice([1, 1, 1, 2, 3]),
+            max_tokens=rng.choice([1, 2, 5, 10, 20, 80]),
+            seed=rng.randrange(1000),
+            stop=rng.choice([None, (), (7, 8)]),
+            prompt_logprobs=rng.random() < 0.1,
+            stream=rng.random() < 0.2,
             version=version,
             inflight=inflight,
+            owner=(owner := rng.choice(OWNERS)),
+            prefix_scope=owner if self.scoped else "",
         )
         self.requests[entry.request_id] = entry
         self.scheduler.add(entry)
@@ -95,7 +103,7 @@ class World:
     def cancel(self) -> None:
         if self.versions:
             self.happened["cancels"] += 1
-            request_id = self.chance.choice(list(self.versions))
+            request_id = self.rng.choice(list(self.versions))
             self.scheduler.cancel(request_id)
             self.ended(request_id)
             self.broken_off.add(request_id)
@@ -107,7 +115,7 @@ class World:
             return
         for step in plan.sequences:
             assert step.version is None or self.pins[step.version] > 0, "computed with weights that nobody holds"
-        if self.chance.random() < 0.002:
+        if self.rng.random() < 0.002:
             self.happened["failed steps"] += 1
             for request_id in dict.fromkeys(self.scheduler.fail(plan)):
                 self.ended(request_id)
@@ -126,7 +134,7 @@ class World:
 
     def check_prefixes(self) -> None:
         """None is kept that nobody could come with any more."""
-        of = set(self.scheduler._pages._of_version)
+        of = self.scheduler.cached_versions()
         assert of <= {None, *self.versions.values(), *(v for versions in self.published.values() for v in versions)}
 
     def unpin(self, version: Version | None) -> None:
@@ -144,8 +152,8 @@ class World:
         for sample in range(entry.num_samples):
             key = request_id, sample
             tokens, versions = self.finished.tokens[key], self.finished.versions[key]
-            told = list(zip(versions, tokens, strict=True))
-            assert told == self.sampler.drawn[self.first_sequence[request_id] + sample]
+            emitted = list(zip(versions, tokens, strict=True))
+            assert emitted == self.sampler.output_tokens[self.first_sequence[request_id] + sample]
             assert tokens[-1] in stop or len(tokens) == params.max_tokens
             assert not stop.intersection(tokens[:-1])
             assert entry.inflight or set(versions) == {entry.version}
@@ -158,9 +166,9 @@ class World:
                 self.happened["crossed"] += 1
                 continue
             total = sum(weight(i, entry.version, token) for i, token in enumerate(prompt))
-            for draw, token in enumerate(tokens):
-                assert token == next_token(total, stream_seed(params.seed or 0, sample), draw)
-                total += weight(len(prompt) + draw, entry.version, token)
+            for offset, token in enumerate(tokens):
+                assert token == next_token(total, stream_seed(params.seed or 0, sample), offset)
+                total += weight(len(prompt) + offset, entry.version, token)
         if entry.prompt_logprobs:
             scores = self.finished.prompts[request_id].logprobs
             expected = [score(prompt[: i + 1], target) for i, target in enumerate(prompt[1:])]
@@ -168,22 +176,22 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("seed", "keeps_prefixes", "ahead"),
-    [(0, True, False), (1, False, False), (2, True, True)],
-    ids=["prefixes kept", "none kept", "a step ahead"],
+    ("seed", "prefix_caching", "ahead", "scoped"),
+    [(0, True, False, False), (1, False, False, True), (2, True, True, False), (3, True, False, True)],
+    ids=["prefixes kept", "none kept", "a step ahead", "prefixes kept by owner"],
 )
-def test_any_order_of_anything(seed: int, keeps_prefixes: bool, ahead: bool) -> None:
-    chance = random.Random(seed)
-    world = World(chance, keeps_prefixes=keeps_prefixes, ahead=ahead)
-    num_requests = 2000 if keeps_prefixes else 300
+def test_any_order_of_anything(seed: int, prefix_caching: bool, ahead: bool, scoped: bool) -> None:
+    rng = random.Random(seed)
+    world = World(rng, prefix_caching=prefix_caching, ahead=ahead, scoped=scoped)
+    num_requests = 2000 if prefix_caching else 300
     while len(world.requests) < num_requests or world.scheduler.has_work():
-        dice = chance.random()
+        dice = rng.random()
         if dice < 0.1 and len(world.requests) < num_requests and len(world.versions) < 35:
             world.arrive()
         elif dice < 0.105:
             world.cancel()
         elif dice < 0.115:
-            world.publish(chance.choice(MODELS))
+            world.publish(rng.choice(MODELS))
         elif dice < 0.13:
             world.release()
         world.step()
@@ -192,7 +200,8 @@ def test_any_order_of_anything(seed: int, keeps_prefixes: bool, ahead: bool) -> 
     assert stats["used_pages"] == stats["running"] == stats["waiting"] == 0
     assert stats["free_pages"] == NUM_PAGES
     assert s.versions() == set()
-    assert s._sequences == s._requests == s._computing == {}
+    assert s._queues.sequences == s._queues.requests == s._queues.owners == {}
+    assert s._cache.num_computing == 0
     assert s._released == set()
     assert not +world.pins, "pins that nobody gave back"
     assert not world.versions
@@ -202,7 +211,7 @@ def test_any_order_of_anything(seed: int, keeps_prefixes: bool, ahead: bool) -> 
     for event in ("publishes", "releases", "cancels", "crossed"):
         assert world.happened[event] > 10, (event, world.happened)
     assert stats["preemptions"] > 20
-    assert (stats["hit_tokens"] > 10_000) == keeps_prefixes
+    assert (stats["hit_tokens"] > 10_000) == prefix_caching
     for versions in world.published.values():
         while versions:
             s.release(versions.pop())

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from transformers import AutoTokenizer
 
 from descant.sample.stops import StopText
+from descant.testing.tiny import EOS_TOKEN_ID, TURN_END, tiny_model
 
 
 def decode_bytes(tokens: list[int]) -> str:
@@ -54,16 +58,16 @@ def test_bytes_that_never_become_a_character_do_not_hide_a_stop_or_grow_the_wind
         return decode_bytes(tokens)
 
     watch = StopText(["stop"], decode)
-    drawn: list[int] = []
+    output: list[int] = []
     for _ in range(200):
-        drawn.append(0xFF)
-        assert not watch.met(drawn)
+        output.append(0xFF)
+        assert not watch.met(output)
     assert max(decoded) < 30
     for byte in b"sto":
-        drawn.append(byte)
-        assert not watch.met(drawn)
-    drawn.append(ord("p"))
-    assert watch.met(drawn)
+        output.append(byte)
+        assert not watch.met(output)
+    output.append(ord("p"))
+    assert watch.met(output)
 
 
 def test_context_keeps_the_space_that_a_tokenizer_drops_in_front() -> None:
@@ -71,3 +75,11 @@ def test_context_keeps_the_space_that_a_tokenizer_drops_in_front() -> None:
     watch = StopText([" end"], lambda tokens: "".join(words[t] for t in tokens).replace("▁", " ").removeprefix(" "))
     assert not watch.met([0])
     assert watch.met([0, 1])
+
+
+def test_the_end_tokens_text_is_a_stop_like_any_other(tmp_path: Path) -> None:
+    """A stop that is given takes the end token's place; this is how to keep both."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("llama", tmp_path))
+    watch = StopText(["</tool>", TURN_END], tokenizer.decode)
+    tokens = [*tokenizer.encode("so "), EOS_TOKEN_ID]
+    assert [watch.met(tokens[:count]) for count in range(1, len(tokens) + 1)] == [False, False, False, True]

@@ -16,9 +16,10 @@ import pytest
 from descant.errors import Gone, NotFound, Overloaded, UserError
 from descant.server.app import HttpServer, bind, create_app
 from descant.server.auth import Keys
-from descant.server.routes import ServerSettings
-from descant.service.promises import Pending, Submitted
-from descant.service.sampling import SamplerInfo, SampleSubmission
+from descant.server.settings import HttpSettings
+from descant.service.futures import Pending, Submitted
+from descant.service.sample_submission import SampleSubmission
+from descant.service.sampling import SamplerInfo
 from descant.service.training import ModelInfo, WeightsInfo
 from descant.types import (
     Encoded,
@@ -26,7 +27,7 @@ from descant.types import (
     ForwardBackwardOutput,
     FutureKey,
     FutureState,
-    LoraConfig,
+    Lora,
     ModelCreated,
     ModelFacts,
     OptimStep,
@@ -36,6 +37,7 @@ from descant.types import (
     SampleOutput,
     SamplerWeightsSaved,
     TopK,
+    Trainable,
     WeightsLoaded,
     WeightsSaved,
     input_length,
@@ -61,7 +63,7 @@ class Refusal:
     seq_id: int
     operation: str
     message: str
-    loses_gradient: bool
+    poisons_gradient: bool
 
 
 class StubService:
@@ -69,33 +71,40 @@ class StubService:
 
     def __init__(self) -> None:
         self.sessions: dict[str, str] = {}
-        self.models: dict[str, tuple[str, LoraConfig, Mapping[str, str]]] = {}
+        self.models: dict[str, tuple[str, Trainable, Mapping[str, str]]] = {}
         self.samplers: dict[str, tuple[str, str | None]] = {}
-        self.futures: dict[str, tuple[str, Encoded | None]] = {}
+        self.answers: dict[str, tuple[str, Encoded | None]] = {}
         self.commands: list[object] = []
         self.refusals: list[Refusal] = []
         self.session_requests: list[dict[str, Any]] = []
         self.finished: list[tuple[str, str]] = []
-        self.broken_off: list[tuple[str, str]] = []
-        self.submissions_broken_off: list[tuple[str, str]] = []
+        self.disconnected_polls: list[tuple[str, str]] = []
+        self.disconnected_submissions: list[tuple[str, str]] = []
         self.cancelled: list[str] = []
         self.over: set[str] = set()
         self.hold = False
         """Futures stay pending."""
+        self.hold_s: float | None = None
+        """How long a poll of one that stays pending is held at least, in seconds; None: as long as it says."""
+        self.goes_on = threading.Event()
+        """``sample`` waits for it."""
+        self.goes_on.set()
+        self.entered, self.told = threading.Event(), threading.Event()
+        """``retrieve_future`` or ``sample`` was called; a disconnect was reported."""
         self.overloaded = False
         self.broken = False
         """``get_info`` raises what is not in the error tree."""
         self.resolved = asyncio.Event()
-        self.training = self.sampling = self.promises = self
+        self.creation = self.training = self.sampling = self.futures = self
         """All the parts of a service at once."""
 
     # -- helpers
     def _put(self, principal: str, answer: Any, **more: Any) -> Submitted:
-        request_id = f"future-{len(self.futures)}"
-        self.futures[request_id] = (principal, None if self.hold else encode(answer))
+        request_id = f"future-{len(self.answers)}"
+        self.answers[request_id] = (principal, None if self.hold else encode(answer))
         return Submitted(request_id=request_id, **more)
 
-    def _model(self, principal: str, model_id: str) -> tuple[str, LoraConfig, Mapping[str, str]]:
+    def _model(self, principal: str, model_id: str) -> tuple[str, Trainable, Mapping[str, str]]:
         if model_id not in self.models or self.models[model_id][0] != principal:
             raise NotFound(f"no model {model_id!r}")
         return self.models[model_id]
@@ -124,20 +133,20 @@ class StubService:
         self.finished.append((session_id, reason))
 
     async def create_model(
-        self, principal: str, *, session_id: str, model_seq_id: int, base_model: str, lora: LoraConfig, **rest: Any
+        self, principal: str, *, session_id: str, model_seq_id: int, base_model: str, trainable: Trainable, **rest: Any
     ) -> Submitted:
         self._session(principal, session_id)
         if base_model not in ("org/tiny", "tiny"):
             raise UserError(f"base_model is {base_model!r}, expected 'org/tiny'")
         model_id = f"{session_id}:train:{model_seq_id}"
-        self.models[model_id] = (principal, lora, rest["user_metadata"] or {})
-        return self._put(principal, ModelCreated(model_id=model_id, lora=lora, step=0), model_id=model_id)
+        self.models[model_id] = (principal, trainable, rest["user_metadata"] or {})
+        return self._put(principal, ModelCreated(model_id=model_id, trainable=trainable, step=0), model_id=model_id)
 
     async def get_info(self, principal: str, model_id: str) -> ModelInfo:
         if self.broken:
             raise RuntimeError("secret detail")
-        _, lora, metadata = self._model(principal, model_id)
-        return ModelInfo(model_id=model_id, facts=FACTS, lora=lora, user_metadata=metadata)
+        _, trainable, metadata = self._model(principal, model_id)
+        return ModelInfo(model_id=model_id, facts=FACTS, trainable=trainable, user_metadata=metadata)
 
     async def forward_backward(self, principal: str, command: ForwardBackward) -> Submitted:
         self._model(principal, command.model_id)
@@ -169,7 +178,7 @@ class StubService:
     ) -> Submitted:
         self._session(principal, session_id)
         model_id = f"{session_id}:train:{model_seq_id}"
-        self.models[model_id] = (principal, LoraConfig(), {})
+        self.models[model_id] = (principal, Lora(), {})
         return self._put(principal, WeightsLoaded(path=path, model_id=model_id), model_id=model_id)
 
     async def load_weights_into(self, principal: str, *, model_id: str, path: str, **rest: Any) -> Submitted:
@@ -196,7 +205,7 @@ class StubService:
     async def weights_info(self, principal: str, path: str) -> WeightsInfo:
         if not path.startswith("tinker://"):
             raise UserError(f"tinker_path is {path[:40]!r}, expected tinker://model/weights/name")
-        return WeightsInfo(base_model=FACTS.name, lora=LoraConfig(rank=4, train_mlp=False))
+        return WeightsInfo(base_model=FACTS.name, trainable=Lora(rank=4, train_mlp=False))
 
     async def create_sampling_session(
         self, principal: str, *, session_id: str, sampling_session_seq_id: int, model_path: str | None, **rest: Any
@@ -215,6 +224,9 @@ class StubService:
     async def sample(self, principal: str, submission: SampleSubmission) -> Submitted:
         if self.overloaded:
             raise Overloaded("too many samples are waiting", retry_after_s=0.01)
+        self.entered.set()
+        if not self.goes_on.is_set():
+            await asyncio.to_thread(self.goes_on.wait, 10)
         await self.get_sampler(principal, submission.sampling_session_id)
         self.commands.append(submission)
         num_tokens = submission.sampling_params.max_tokens or 3
@@ -236,32 +248,38 @@ class StubService:
         return self._put(principal, output, sample_sequence_ids=ids)
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
-        return {"org/tiny": {"sample_running": 3, "load_wait_ms": 0.25}}
+        return {
+            "org/tiny": {"sample_running": 3, "adapter_load_wait_seconds": 0.25},
+            'a "quoted" one': {"sample_running": 0},
+        }
 
-    async def poll_broken_off(self, principal: str, request_id: str) -> None:
-        self.broken_off.append((principal, request_id))
+    async def poll_disconnected(self, principal: str, request_id: str) -> None:
+        self.disconnected_polls.append((principal, request_id))
+        self.told.set()
 
-    async def submission_broken_off(self, principal: str, request_id: str) -> None:
-        self.submissions_broken_off.append((principal, request_id))
+    async def submission_disconnected(self, principal: str, request_id: str) -> None:
+        self.disconnected_submissions.append((principal, request_id))
+        self.told.set()
 
     async def cancel_future(self, principal: str, request_id: str) -> None:
-        if self.futures.get(request_id, (None, None))[0] != principal:
+        if self.answers.get(request_id, (None, None))[0] != principal:
             raise NotFound(f"no future {request_id!r}")
         self.cancelled.append(request_id)
 
     async def retrieve_future(self, principal: str, request_id: str, *, timeout_s: float) -> FutureState | Pending:
-        owner, encoded = self.futures.get(request_id, (None, None))
+        self.entered.set()
+        owner, encoded = self.answers.get(request_id, (None, None))
         if owner != principal:
             raise NotFound(f"no future {request_id!r}")
         if encoded is None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.resolved.wait(), timeout_s)
+                await asyncio.wait_for(self.resolved.wait(), max(timeout_s, self.hold_s or 0.0))
             return Pending(request_id=request_id, queue_state="active", reason="2 requests are ahead")
         key = FutureKey(kind="train", scope="", seq_id=0)
         return FutureState(request_id=request_id, owner=owner, base="", key=key, operation="", encoded=encoded)
 
 
-SETTINGS = ServerSettings(long_poll_s=0.05, max_body_bytes=1 << 20)
+SETTINGS = HttpSettings(long_poll_s=0.05, max_body_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -281,7 +299,7 @@ async def client(service: StubService):
 class Running:
     """The app on a loopback socket, run by ``HttpServer`` on a thread of its own."""
 
-    def __init__(self, service: object, settings: ServerSettings):
+    def __init__(self, service: object, settings: HttpSettings):
         self.app = create_app(service, auth=Keys(), ready=lambda: None, settings=settings)
         self.socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
@@ -299,6 +317,6 @@ class Running:
 def running(service: StubService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    running = Running(service, ServerSettings(long_poll_s=5.0))
+    running = Running(service, HttpSettings(long_poll_s=5.0))
     yield running
     running.stop()

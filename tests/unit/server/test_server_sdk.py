@@ -28,7 +28,7 @@ def datum(num_tokens: int = 3, **inputs: Any) -> sdk.Datum:
 
 def test_every_call_of_a_training_run(sdk_service: tinker.ServiceClient, service: Any, running: Any):
     capabilities = tinker.RestClient(base_url=running.url, api_key="tml-a").get_server_capabilities().result()
-    assert [model.model_name for model in capabilities.supported_models] == ["org/tiny", "tiny"]
+    assert [model.model_name for model in capabilities.supported_models] == ["org/tiny"]
 
     training = sdk_service.create_lora_training_client(base_model="org/tiny", rank=4, seed=0).result()
     assert training.model_id == "session-0:train:0"
@@ -125,7 +125,7 @@ def test_faults_reach_the_user_by_name(sdk_service: tinker.ServiceClient, servic
             [sdk.Datum(model_input=image, loss_fn_inputs={"target_tokens": [1]})], "cross_entropy"
         ).result()
     assert service.refusals[1].seq_id == 2
-    assert service.refusals[1].loses_gradient
+    assert service.refusals[1].poisons_gradient
     training.forward_backward([datum()], "cross_entropy").result()
     assert service.commands[-1].seq_id == 3
 

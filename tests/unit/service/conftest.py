@@ -7,9 +7,10 @@ import pytest
 from service_harness import Harness
 
 
-@pytest.fixture
-async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
-    harness = Harness(tmp_path)
+@pytest.fixture(params=[False, True], ids=["together", "apart"])
+async def harness(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Harness]:
+    """Over a trainer and an engine that share rows, and over two that share nothing."""
+    harness = Harness(tmp_path, apart=request.param)
     await harness.start()
     yield harness
     await harness.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from descant.errors import DescantError
+from descant.pools.engines import EnginePool
+from descant.pools.trainers import TrainerPool
 from descant.service.backends import Backend
-from descant.service.catalogue import Catalogue
 from descant.service.database import Database
-from descant.service.futures import SqlFutureStore
-from descant.service.promises import Pending, Submitted
-from descant.service.sampling import SampleSubmission
+from descant.service.future_store import SqlFutureStore
+from descant.service.futures import Pending, Submitted
+from descant.service.registry import Registry
+from descant.service.sample_submission import SampleSubmission
 from descant.service.service import Service
-from descant.service.settings import ServiceSettings
+from descant.service.settings import QuotaSettings, ServiceSettings
 from descant.testing.clock import FakeClock
 from descant.testing.fakes import FakeCheckpointStore, FakeEngine, FakeTrainer, FakeWorld
 from descant.types import (
@@ -29,13 +31,15 @@ from descant.types import (
     Datum,
     Encoded,
     EncodedText,
+    EngineCapabilities,
     ForwardBackward,
-    LoraConfig,
+    Lora,
     OptimStep,
     Result,
     SampleOutput,
     SamplerKind,
     SamplingParams,
+    TrainableKind,
 )
 
 PATIENCE_S = 20.0
@@ -52,6 +56,8 @@ def encode(answer: Answer | Exception) -> Encoded:
 class RecordingTrainer(FakeTrainer):
     """The fake trainer, which also remembers what it was given."""
 
+    alive = serving = True
+
     def __init__(self, world: FakeWorld):
         super().__init__(world)
         self.commands: list[Command] = []
@@ -59,6 +65,24 @@ class RecordingTrainer(FakeTrainer):
     def submit(self, command: Command) -> asyncio.Future[Result]:
         self.commands.append(command)
         return super().submit(command)
+
+
+class CountingEngine(FakeEngine):
+    """The fake engine, which also tells numbers: ``told``, or an error. None: it is busy and does not answer."""
+
+    told: Mapping[str, float] | DescantError | None
+
+    async def stats(self) -> Mapping[str, float]:
+        if self.told is None:
+            await asyncio.Event().wait()
+        if isinstance(self.told, DescantError):
+            raise self.told
+        assert self.told is not None
+        return self.told
+
+
+class ServingEngine(FakeEngine):
+    alive = serving = True
 
 
 class Harness:
@@ -69,46 +93,66 @@ class Harness:
     trainer: RecordingTrainer
     world: FakeWorld
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, apart: bool = False):
+        """``apart``: trainer and engine share nothing, and weights go from one to the other as files."""
         self.path = path
+        self.apart = apart
         self.clock = FakeClock()
         self.checkpoints = FakeCheckpointStore(path / "checkpoints")
         self.settings = ServiceSettings()
-        self.max_running = 1024
+        self.quotas = QuotaSettings()
+        self.max_num_seqs = 1024
+        self.engine_class = FakeEngine
+        self.stats_timeout_s = PATIENCE_S
         self.hook: Callable[[object], Any] | None = None
         self.futures_class = SqlFutureStore
+        self.trouble: str | None = None
+        self.trains: frozenset[TrainableKind] = frozenset(("lora", "full"))
+        self.samples: frozenset[TrainableKind] | None = None
+        """The kinds of models that the engine takes; None: those that the trainer does."""
 
     async def start(self) -> None:
         async def hook(what: object) -> None:
             if self.hook is not None:
                 await self.hook(what)
 
-        self.world = FakeWorld(hook=hook)
+        self.world = FakeWorld(hook=hook, trains=self.trains)
         self.other = FakeWorld(name="fake/other", seed=1, hook=hook)
         self.trainer = RecordingTrainer(self.world)
         self.database = await Database.open(self.path / "descant.sqlite")
         self.futures = self.futures_class(self.database, self.clock)
         self.service = Service(
             backends=[
+                self._backend(hook),
                 Backend(
-                    facts=self.world.facts,
-                    trainer=self.trainer,
-                    engine=FakeEngine(self.world, max_running=self.max_running),
-                ),
-                Backend(
-                    facts=replace(self.other.facts, aliases=()),
+                    facts=replace(self.other.facts, aliases=(), short_names=("other",)),
                     trainer=FakeTrainer(self.other),
                     engine=FakeEngine(self.other),
                 ),
             ],
             futures=self.futures,
             checkpoints=self.checkpoints,
-            catalogue=Catalogue(self.database),
+            registry=Registry(self.database),
             clock=self.clock,
             encode=encode,
             settings=self.settings,
+            quotas=self.quotas,
+            trouble=lambda: self.trouble,
+            stats_timeout_s=self.stats_timeout_s,
         )
         await self.service.start()
+
+    def _backend(self, hook: Callable[[object], Any]) -> Backend:
+        facts, capabilities = self.world.facts, EngineCapabilities(samples=self.samples or self.trains)
+        if not self.apart:
+            self.engine = self.engine_class(self.world, max_num_seqs=self.max_num_seqs, capabilities=capabilities)
+            return Backend(facts=facts, trainer=self.trainer, engine=self.engine)
+        # What is published is looked at where everything else is; no trainer does.
+        sampled = FakeWorld(hook=hook)
+        sampled.published = self.world.published
+        trainer = TrainerPool({0: self.trainer}, scratch=self.path)
+        engines = {1: ServingEngine(sampled, max_num_seqs=self.max_num_seqs, capabilities=capabilities)}
+        return Backend(facts=facts, trainer=trainer, engine=EnginePool(engines, source=trainer))
 
     async def stop(self) -> None:
         await self.service.close()
@@ -119,26 +163,29 @@ class Harness:
         await self.start()
 
     # ------------------------------------------------------------------------------------------------ as a client
-    async def session(self, owner: str = "alice", key: str | None = None) -> str:
-        return await self.service.create_session(
-            owner,
-            tags=(),
-            user_metadata=None,
-            sdk_version="0.38.0",
-            project_id=None,
-            display_name=None,
-            idempotency_key=key,
-        )
+    async def session(self, owner: str = "alice", key: str | None = None, **fields: Any) -> str:
+        given: dict[str, Any] = {
+            "tags": (),
+            "user_metadata": None,
+            "sdk_version": "0.38.0",
+            "project_id": None,
+            "display_name": None,
+            "idempotency_key": key,
+        }
+        return await self.service.create_session(owner, **given | fields)
+
+    async def finish(self, session_id: str, owner: str = "alice") -> None:
+        await self.service.finish_session(owner, session_id, reason="success", detail=None)
 
     async def create(
         self, session_id: str, model_seq_id: int = 0, *, owner: str = "alice", base: str = BASE, rank: int = 2
     ) -> Submitted:
-        return await self.service.training.create_model(
+        return await self.service.creation.create_model(
             owner,
             session_id=session_id,
             model_seq_id=model_seq_id,
             base_model=base,
-            lora=LoraConfig(rank=rank, seed=7),
+            trainable=Lora(rank=rank, seed=7),
             optimizer="adamw",
             user_metadata={"who": owner},
         )
@@ -183,16 +230,16 @@ class Harness:
 
     async def sample(
         self, sampling_session_id: str, seq_id: int = 0, *, owner: str = "alice", n: int = 1,
-        claimed_at_once: bool = False,
+        polls_at_once: bool = False,
     ) -> Submitted:  # fmt: skip
-        asked = replace(submission(sampling_session_id, seq_id, n=n), claimed_at_once=claimed_at_once)
+        asked = replace(submission(sampling_session_id, seq_id, n=n), polls_at_once=polls_at_once)
         return await self.service.sampling.sample(owner, asked)
 
     async def answer(self, submitted: Submitted | str, *, owner: str = "alice") -> Any:
         """The answer or the error that a client's future ends with."""
         request_id = submitted if isinstance(submitted, str) else submitted.request_id
         state = await asyncio.wait_for(
-            self.service.promises.retrieve_future(owner, request_id, timeout_s=10**9), PATIENCE_S
+            self.service.futures.retrieve_future(owner, request_id, timeout_s=10**9), PATIENCE_S
         )
         assert not isinstance(state, Pending), state.reason
         assert state.encoded is not None
@@ -213,7 +260,7 @@ class Harness:
 
     async def pending(self, submitted: Submitted, *, owner: str = "alice") -> str:
         """The reason why it has not ended."""
-        state = await self.service.promises.retrieve_future(owner, submitted.request_id, timeout_s=0)
+        state = await self.service.futures.retrieve_future(owner, submitted.request_id, timeout_s=0)
         assert isinstance(state, Pending)
         assert state.queue_state == "active"
         return state.reason
@@ -234,7 +281,9 @@ class Harness:
         await asyncio.wait_for(wait(), PATIENCE_S)
 
     def weights(self, model_id: str) -> np.ndarray:
-        return self.world.adapters[model_id].weights.table()
+        """What they add to the base's."""
+        base_table = self.world.base_table
+        return self.world.adapters[model_id].weights.table(base_table) - base_table
 
 
 def forward_backward(model_id: str, seq_id: int, *, forward_only: bool = False) -> ForwardBackward:

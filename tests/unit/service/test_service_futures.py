@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +14,12 @@ from sqlalchemy import func, select
 from descant.errors import NotFound, ServerError
 from descant.service import schema
 from descant.service.database import Database
-from descant.service.futures import SqlFutureStore
-from descant.service.promises import Pending
+from descant.service.future_store import SqlFutureStore
+from descant.service.futures import Pending
+from descant.service.registry import ModelRecord, Registry
 from descant.service.schema import MIGRATIONS, migrate
 from descant.testing.clock import FakeClock
-from descant.types import Answer, Encoded, ForwardBackward, FutureKey
+from descant.types import Answer, Encoded, ForwardBackward, Full, FutureKey, Lora
 
 
 async def test_the_store_does_not_grow_for_ever(harness: Harness) -> None:
@@ -28,7 +33,7 @@ async def test_the_store_does_not_grow_for_ever(harness: Harness) -> None:
     (row,) = await harness.database.read(select(func.count()).select_from(schema.futures))
     assert row[0] <= 14, "what ended in the last six hours"
     with pytest.raises(NotFound):
-        await harness.service.promises.retrieve_future("alice", first.request_id, timeout_s=0)
+        await harness.service.futures.retrieve_future("alice", first.request_id, timeout_s=0)
 
 
 async def test_a_long_poll_ends_with_a_reason(harness: Harness) -> None:
@@ -49,12 +54,12 @@ async def test_a_long_poll_ends_with_a_reason(harness: Harness) -> None:
     assert "ahead of it are 1 requests of this model (first forward_backward, seq_id 1) and 1 of other models" in reason
     assert f"6 tokens{now}" in reason
     assert other not in reason
-    poll = asyncio.create_task(harness.service.promises.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
+    poll = asyncio.create_task(harness.service.futures.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
     await harness.advance(24.0)
     assert not poll.done()
     await harness.advance(2.0)
     assert isinstance(await poll, Pending)
-    poll = asyncio.create_task(harness.service.promises.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
+    poll = asyncio.create_task(harness.service.futures.retrieve_future("alice", queued[1].request_id, timeout_s=25.0))
     await harness.advance(1.0)
     release.set()
     state = await asyncio.wait_for(poll, 10.0)
@@ -165,6 +170,26 @@ async def test_migrations_run_once_and_in_order(tmp_path: Path) -> None:
     await database.close()
     with pytest.raises(ServerError, match="newer version"):
         await Database.open(tmp_path / "d")
+
+
+async def test_a_database_of_adapters_alone_is_read(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path / "d")
+    record = ModelRecord(
+        model_id="m", session_id="s", owner="o", base="b", created_at=1.0, trainable=Lora(rank=3, train_mlp=False)
+    )
+    await Registry(database).add_model(record)
+    await database.close()
+    lora = {"rank": 3, "seed": None, "train_attn": True, "train_mlp": False, "train_unembed": True}
+    with closing(sqlite3.connect(tmp_path / "d")) as connection, connection:
+        connection.execute("ALTER TABLE models RENAME COLUMN trainable TO lora")
+        connection.execute("UPDATE models SET lora = ?", [json.dumps(lora)])
+        connection.execute("UPDATE schema_version SET version = 2")
+    for _ in range(2):
+        database = await Database.open(tmp_path / "d")
+        assert await Registry(database).model("m") == record
+        full = replace(record, model_id="full", trainable=Full())
+        assert await Registry(database).add_model(full) == full
+        await database.close()
 
 
 async def test_every_table_says_whose(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from service_harness import Harness, forward_backward
+from service_harness import BASE, Harness, forward_backward
 
 from descant.errors import DescantError, Overloaded, UserError
-from descant.types import CreateModel, ForwardBackward, FutureKey, OptimStep, Refused, Snapshot
+from descant.service.command_queue import MAX_CONSUMED
+from descant.service.futures import Submitted
+from descant.types import CreateModel, ForwardBackward, FutureKey, OptimStep, Rejected, Snapshot
 
 
 async def test_any_order_of_arrival_equals_the_sequential_run(harness: Harness) -> None:
@@ -72,7 +74,7 @@ async def test_a_client_that_goes_away_leaves_no_promise_behind(harness: Harness
     await harness.result(await harness.fb(model, 1))
 
 
-async def test_what_waits_behind_a_hole_fails_at_its_deadline(harness: Harness) -> None:
+async def test_what_waits_behind_a_gap_fails_at_its_deadline(harness: Harness) -> None:
     model = await harness.model()
     await harness.result(await harness.fb(model, 1))
     behind = [await harness.fb(model, 3), await harness.step(model, 4), await harness.save(model, 5)]
@@ -92,7 +94,7 @@ async def test_what_waits_behind_a_hole_fails_at_its_deadline(harness: Harness) 
     assert not await harness.checkpoints.list()
 
 
-async def test_the_first_step_after_a_closed_hole_fails_and_the_next_works(harness: Harness) -> None:
+async def test_the_first_step_after_a_closed_gap_fails_and_the_next_works(harness: Harness) -> None:
     model, clean = await harness.model(), await harness.model()
     await harness.result(await harness.fb(model, 1))
     await harness.fb(model, 3)
@@ -121,14 +123,14 @@ async def test_the_first_step_after_a_closed_hole_fails_and_the_next_works(harne
         ("f", False),
     ],
 )
-async def test_nothing_that_waited_behind_a_hole_is_stepped(
+async def test_nothing_that_waited_behind_a_gap_is_stepped(
     harness: Harness, waiting: str, next_step_works: bool
 ) -> None:
     """s: a step, b: a backward, f: a forward. What is sent fresh afterwards is the whole of the next step."""
     model, clean = await harness.model(), await harness.model()
     for one in (model, clean):
         await harness.result(await harness.fb(one, 1))
-        await harness.result(await harness.step(one, 2))  # so that a step with no gradient would move something
+        await harness.result(await harness.step(one, 2))  # so that any step would move something
     await harness.result(await harness.fb(model, 3))
     sent = []
     for seq_id, kind in enumerate(waiting, start=5):
@@ -154,7 +156,7 @@ async def test_nothing_that_waited_behind_a_hole_is_stepped(
     np.testing.assert_array_equal(harness.weights(model), harness.weights(clean))
 
 
-async def test_a_hole_ends_with_its_session(harness: Harness) -> None:
+async def test_a_gap_ends_with_its_session(harness: Harness) -> None:
     session = await harness.session()
     model = await harness.model(session)
     behind = await harness.fb(model, 2)
@@ -169,7 +171,7 @@ async def test_a_refused_request_takes_its_place(harness: Harness) -> None:
     await harness.result(await harness.fb(model, 1))
     step = await harness.step(model, 3)
     refused = await harness.service.training.refuse(
-        "alice", model_id=model, seq_id=2, operation="forward_backward", message="data is empty", loses_gradient=True
+        "alice", model_id=model, seq_id=2, operation="forward_backward", message="data is empty", poisons_gradient=True
     )
     assert (await harness.error(refused)).message == "data is empty"
     assert "data is empty" in (await harness.error(step)).message
@@ -202,7 +204,7 @@ async def test_refusals_and_saves_reach_the_trainer_in_order(harness: Harness) -
         await harness.save(model, 2, "..")
     for submitted in sent:
         await harness.result(submitted)
-    assert [type(command) for command in harness.trainer.commands[1:]] == [ForwardBackward, Refused, Snapshot]
+    assert [type(command) for command in harness.trainer.commands[1:]] == [ForwardBackward, Rejected, Snapshot]
 
 
 async def test_seq_id_zero_belongs_to_the_creation(harness: Harness) -> None:
@@ -222,11 +224,34 @@ async def test_a_request_whose_answer_was_forgotten_is_not_run_again(harness: Ha
     np.testing.assert_array_equal(harness.weights(model), before)
 
 
-async def test_so_much_training_data_and_no_more(harness: Harness) -> None:
-    num_bytes = 3 * 4 + 3 * 8  # of a request
-    harness.settings = replace(harness.settings, max_training_bytes=2 * num_bytes)
+MIB = 1 << 20
+
+
+def large(model_id: str, seq_id: int, num_bytes: int) -> ForwardBackward:
+    """A request whose arrays look into a body of this size."""
+    command = forward_backward(model_id, seq_id)
+    weights = np.frombuffer(bytes(num_bytes), np.float32)[:3]
+    datum = replace(command.data[0], loss_fn_inputs={**command.data[0].loss_fn_inputs, "weights": weights})
+    return replace(command, data=(datum,))
+
+
+async def sent_until_full(
+    harness: Harness, model_id: str, num_bytes: int, *, first: int = 1, last: int = 60, owner: str = "alice"
+) -> tuple[list[Submitted], str]:
+    """Requests of this size until one is told to come again, and what it is told."""
+    taken: list[Submitted] = []
+    for seq_id in range(first, last + 1):
+        try:
+            taken.append(await harness.service.training.forward_backward(owner, large(model_id, seq_id, num_bytes)))
+        except Overloaded as error:
+            return taken, error.message
+    raise AssertionError("all were taken")
+
+
+async def held_at(harness: Harness, max_bytes: int) -> asyncio.Event:
+    """A server that takes so much; backwards run when the event is set."""
+    harness.settings = replace(harness.settings, max_training_bytes=max_bytes)
     await harness.restart()
-    heavy, light = [await harness.model(await harness.session()) for _ in range(2)]
     release = asyncio.Event()
 
     async def hook(what: object) -> None:
@@ -234,30 +259,90 @@ async def test_so_much_training_data_and_no_more(harness: Harness) -> None:
             await release.wait()
 
     harness.hook = hook
-    sent = [await harness.fb(heavy, 1), await harness.fb(heavy, 2)]
-    with pytest.raises(Overloaded, match=r"36 bytes of training data beside the 72 that fake/bigram has .* the 72"):
-        await harness.fb(heavy, 3)
-    sent.append(await harness.step(heavy, 4)), "it has no data; and it waits for seq_id 3"
-    sent.append(await harness.fb(light, 1)), "nobody else's data keep a model from its first"
-    with pytest.raises(Overloaded):
-        await harness.fb(light, 2)
+    return release
+
+
+async def test_one_owners_data_leaves_room_for_others_and_one_models_for_its_owners_others(harness: Harness) -> None:
+    release = await held_at(harness, 64 * MIB)
+    train = harness.service.training.forward_backward
+    first, second, bobs = await harness.model(), await harness.model(), await harness.model(owner="bob")
+    sent, told = await sent_until_full(harness, first, 2 * MIB)
+    assert len(sent) == 10, "a third"
+    assert "are more than your share of the 67108864 that it takes at a time" in told
+    more, told = await sent_until_full(harness, second, 2 * MIB)
+    assert 3 <= len(more) <= 6, "half, together"
+    theirs, _ = await sent_until_full(harness, bobs, 2 * MIB, owner="bob")
+    assert len(theirs) >= 5
+    assert (await harness.service.stats())[BASE]["training_bytes"] <= 64 * MIB
+    sent += more
     release.set()
-    for submitted in (sent[0], sent[1], sent[3]):
+    for submitted in sent:
         await harness.result(submitted)
-    sent.append(await harness.fb(heavy, 3))
-    await harness.result(sent[-1])
-    assert (await harness.result(sent[2])).metrics
-    for submitted in [await harness.fb(light, seq_id) for seq_id in (2, 3)]:
-        await harness.result(submitted)
+    for submitted in theirs:
+        await harness.result(submitted, owner="bob")
+    assert (await harness.service.stats())[BASE]["training_bytes"] == 0
+    again = await train("alice", large(first, 11, 2 * MIB))
+    await harness.result(again), "what was told to come again has kept its id"
 
 
-async def test_what_others_wait_for_is_always_taken(harness: Harness) -> None:
-    harness.settings = replace(harness.settings, max_training_bytes=100)
-    await harness.restart()
+async def test_what_waits_behind_a_gap_is_counted_and_the_missing_request_is_let_in(harness: Harness) -> None:
+    release = await held_at(harness, 64 * MIB)
+    train = harness.service.training.forward_backward
+    model, other, bobs = await harness.model(), await harness.model(), await harness.model(owner="bob")
+    waiting, told = await sent_until_full(harness, model, 5 * MIB, first=2, last=61)
+    assert "would wait for an earlier one that has not arrived" in told
+    for seq_id in range(5, 62):
+        with pytest.raises(Overloaded):
+            await train("alice", large(model, seq_id, 5 * MIB))
+    assert len(waiting) == 3, "a quarter"
+    numbers = (await harness.service.stats())[BASE]
+    assert 15 * MIB < numbers["training_waiting_bytes"] == numbers["training_bytes"] < 16 * MIB
+    theirs = [await train("bob", large(bobs, seq_id, 5 * MIB)) for seq_id in (1, 2)]
+    missing = await train("alice", large(model, 1, 60 * MIB)), "it is let in, however large"
+    for who, seq_id in ((model, 5), (other, 1)):
+        with pytest.raises(Overloaded):
+            await train("alice", large(who, seq_id, 5 * MIB)), "but nothing else of its owner, while it runs"
+    release.set()
+    for submitted in (missing[0], *waiting):
+        await harness.result(submitted)
+    for submitted in theirs:
+        await harness.result(submitted, owner="bob")
+    await harness.result(await train("alice", large(model, 5, 5 * MIB)))
+    numbers = (await harness.service.stats())[BASE]
+    assert numbers["training_waiting_bytes"] == numbers["training_bytes"] == 0
+
+
+async def test_a_gap_that_closes_gives_its_room_back(harness: Harness) -> None:
+    await held_at(harness, 64 * MIB)
     model = await harness.model()
-    waiting = [await harness.fb(model, seq_id) for seq_id in range(2, 6)]
-    for submitted in (await harness.fb(model, 1), *waiting):
-        await harness.result(submitted)
+    waiting = [await harness.service.training.forward_backward("alice", large(model, n, 5 * MIB)) for n in (3, 4)]
+    with pytest.raises(UserError, match="name"):
+        await harness.save(model, 5, "a/b")
+    await harness.advance(331.0)
+    for submitted in waiting:
+        assert "seq_id 1 did not arrive" in (await harness.error(submitted)).message
+    assert (await harness.service.stats())[BASE]["training_bytes"] == 0
+    assert harness.service._models._behind == {}
+
+
+async def test_requests_without_data_are_counted_too(harness: Harness) -> None:
+    await held_at(harness, MIB)
+    model = await harness.model()
+    for seq_id in range(2, 66):
+        await harness.step(model, seq_id)
+    with pytest.raises(Overloaded):
+        await harness.step(model, 66)
+    again = [await harness.step(model, 2) for _ in range(3)]
+    assert len({submitted.request_id for submitted in again}) == 1, "what was let in can be sent again"
+
+
+async def test_a_model_keeps_so_many_refusals_that_wait(harness: Harness) -> None:
+    model = await harness.model()
+    for seq_id in range(2, MAX_CONSUMED + 10):
+        with pytest.raises(UserError, match="name"):
+            await harness.save(model, seq_id, "a/b")
+    assert harness.service._models.get(model).queue.num_waiting == MAX_CONSUMED
+    await harness.result(await harness.fb(model, 1))
 
 
 async def test_keys_of_different_owners_do_not_meet(harness: Harness) -> None:

@@ -8,7 +8,7 @@ import pytest
 from service_harness import BASE, Harness
 
 from descant.errors import NotFound
-from descant.types import LoraConfig
+from descant.types import Lora
 
 
 async def _alices(harness: Harness) -> dict[str, str]:
@@ -42,15 +42,15 @@ CALLS: dict[str, Call] = {
     "forward_backward": lambda h, ids, _: h.fb(ids["model"], 9, owner="bob"),
     "optim_step": lambda h, ids, _: h.step(ids["model"], 9, owner="bob"),
     "refuse": lambda h, ids, _: h.service.training.refuse(
-        "bob", model_id=ids["model"], seq_id=9, operation="x", message="x", loses_gradient=True
+        "bob", model_id=ids["model"], seq_id=9, operation="x", message="x", poisons_gradient=True
     ),
     "save_weights": lambda h, ids, _: h.save(ids["model"], 9, owner="bob"),
     "save_weights, malformed": lambda h, ids, _: h.save(ids["model"], 9, "a/b", owner="bob"),
-    "load_weights_new, session": lambda h, ids, own: h.service.training.load_weights_new(
+    "load_weights_new, session": lambda h, ids, own: h.service.creation.load_weights_new(
         "bob", session_id=ids["session"], model_seq_id=0, path=ids["path"], optimizer=False, base_model=None,
         user_metadata=None,
     ),
-    "load_weights_new, path": lambda h, ids, own: h.service.training.load_weights_new(
+    "load_weights_new, path": lambda h, ids, own: h.service.creation.load_weights_new(
         "bob", session_id=own, model_seq_id=0, path=ids["path"], optimizer=False, base_model=None, user_metadata=None
     ),
     "load_weights_into": lambda h, ids, _: h.service.training.load_weights_into(
@@ -66,7 +66,7 @@ CALLS: dict[str, Call] = {
     ),
     "get_sampler": lambda h, ids, _: h.service.sampling.get_sampler("bob", ids["sampler"]),
     "sample": lambda h, ids, _: h.sample(ids["sampler"], 9, owner="bob"),
-    "retrieve_future": lambda h, ids, _: h.service.promises.retrieve_future("bob", ids["request"], timeout_s=25.0),
+    "retrieve_future": lambda h, ids, _: h.service.futures.retrieve_future("bob", ids["request"], timeout_s=25.0),
 }  # fmt: skip
 
 
@@ -112,4 +112,4 @@ async def test_the_same_numbers_of_two_owners_are_two_models(harness: Harness) -
         await harness.result(await harness.fb(model, 1, owner=owner), owner=owner)
         info = await harness.service.training.get_info(owner, model)
         assert info.user_metadata == {"who": owner}
-        assert info.lora == LoraConfig(rank=2, seed=7)
+        assert info.trainable == Lora(rank=2, seed=7)

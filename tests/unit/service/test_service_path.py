@@ -33,7 +33,7 @@ async def test_train_save_sample_load(harness: Harness) -> None:
     assert {v.number for v in one.versions} == {4}
     assert {v.number for v in two.versions} == {5}
 
-    loaded = await harness.service.training.load_weights_new(
+    loaded = await harness.service.creation.load_weights_new(
         "alice", session_id=session, model_seq_id=1, path=f"tinker://{model}/weights/mid", optimizer=True,
         base_model=None, user_metadata=None,
     )  # fmt: skip

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from service_harness import BASE, Harness, forward_backward
 
-from descant.errors import Gone, Lost, NotFound, RankDied, ServerError
-from descant.service.catalogue import Catalogue
-from descant.service.futures import SqlFutureStore
-from descant.types import ForwardBackward, SampleOutput, SampleRequest, Version, WeightsLoaded
+from descant.errors import Damaged, Gone, Lost, NotFound, RankDied, ServerError
+from descant.service.future_store import SqlFutureStore
+from descant.service.futures import Submitted
+from descant.service.names import parse_path
+from descant.service.registry import Registry
+from descant.types import CreateModel, ForwardBackward, SampleOutput, SampleRequest, Version, WeightsLoaded
 
 
 async def test_sessions_finished_futures_and_checkpoints_survive(harness: Harness) -> None:
@@ -25,8 +28,8 @@ async def test_sessions_finished_futures_and_checkpoints_survive(harness: Harnes
     assert await harness.session(key="k") == session
     assert await harness.result(saved) == answer
     assert (await harness.save(model, 1, "kept")).request_id == saved.request_id
-    assert (await harness.service.training.weights_info("alice", answer.path)).lora.rank == 2
-    assert (await harness.service.training.get_info("alice", model)).lora.rank == 2
+    assert (await harness.service.training.weights_info("alice", answer.path)).trainable.rank == 2
+    assert (await harness.service.training.get_info("alice", model)).trainable.rank == 2
 
 
 async def test_a_call_on_a_model_that_was_live_fails_naming_the_newest_checkpoint(harness: Harness) -> None:
@@ -42,7 +45,7 @@ async def test_a_call_on_a_model_that_was_live_fails_naming_the_newest_checkpoin
         await harness.sampler(model, 6, number=0),
         await harness.sampler(model, 7, name="x"),
         await harness.service.training.refuse(
-            "alice", model_id=model, seq_id=8, operation="optim_step", message="no", loses_gradient=False
+            "alice", model_id=model, seq_id=8, operation="optim_step", message="no", poisons_gradient=False
         ),
     ]:
         error = await harness.error(submitted)
@@ -56,7 +59,7 @@ async def test_a_lost_model_without_a_checkpoint_says_so(harness: Harness) -> No
     session = await harness.session()
     model = await harness.model(session)
     saved = await harness.result(await harness.save(model, 1))
-    child = await harness.service.training.load_weights_new(
+    child = await harness.service.creation.load_weights_new(
         "alice", session_id=session, model_seq_id=1, path=saved.path, optimizer=True, base_model=None,
         user_metadata=None,
     )  # fmt: skip
@@ -115,7 +118,7 @@ async def test_training_goes_on_from_the_checkpoint(harness: Harness) -> None:
     await harness.result(await harness.step(undisturbed, 4))
     expected = harness.weights(undisturbed).copy()
     await harness.restart()
-    again = await harness.service.training.load_weights_new(
+    again = await harness.service.creation.load_weights_new(
         "alice", session_id=session, model_seq_id=2, path=saved.path, optimizer=True, base_model=BASE,
         user_metadata=None,
     )  # fmt: skip
@@ -180,7 +183,7 @@ async def test_a_restarted_backend_loses_its_models_and_nothing_else(harness: Ha
     assert isinstance(await harness.error(await harness.sample(ephemeral)), Lost)
     assert isinstance(await harness.greedy(path_sampler, 1), SampleOutput)
     await harness.result(await harness.fb(elsewhere, 1))
-    record = await Catalogue(harness.database).model(elsewhere)
+    record = await Registry(harness.database).model(elsewhere)
     assert record is not None
     assert record.status == "live"
     await harness.model(session, model_seq_id=2)
@@ -231,10 +234,10 @@ async def test_one_of_several_processes_of_a_base_loses_what_is_named_and_nothin
     assert f"{apart!r} is there" in (await harness.error(await harness.sample(samplers[2]))).message
     after = await harness.greedy(path_sampler, 1)
     np.testing.assert_array_equal(after.sequences[0].logprobs, before.sequences[0].logprobs)
-    catalogue = Catalogue(harness.database)
-    records = [await catalogue.model(model) for model in (gone, stays, apart)]
+    registry = Registry(harness.database)
+    records = [await registry.model(model) for model in (gone, stays, apart)]
     assert [record and record.status for record in records] == ["lost", "live", "live"]
-    sessions = [await catalogue.sampling_session(name) for name in samplers]
+    sessions = [await registry.sampling_session(name) for name in samplers]
     assert [record and record.status for record in sessions] == ["lost", "live", "lost"]
 
 
@@ -249,16 +252,98 @@ async def test_what_comes_while_a_loss_is_written_down_is_lost_too(harness: Harn
     assert len(harness.trainer.commands) == num_commands
 
 
-async def test_a_rank_that_dies_is_named_by_what_it_ran(harness: Harness) -> None:
+async def test_what_was_in_flight_at_a_death_names_it_and_the_checkpoint(harness: Harness) -> None:
     model = await harness.model()
+    saved = await harness.result(await harness.save(model, 1))
 
     async def hook(what: object) -> None:
         if isinstance(what, ForwardBackward):
             raise RankDied("rank 0 ended with signal 9 while it ran forward_backward")
 
     harness.hook = hook
-    error = await harness.error(await harness.fb(model, 1))
-    assert isinstance(error, RankDied)
+    error = await harness.error(await harness.fb(model, 2))
+    assert isinstance(error, Lost)
+    assert "rank 0 ended with signal 9 while it ran forward_backward" in error.message
+    assert saved.path in error.message
+
+
+async def test_sampling_in_flight_at_a_death_is_done_by_the_next_rank_once(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    named = await harness.result(await harness.sampler(model, 1, name="s"))
+    path_sampler, base_sampler = [
+        await harness.service.sampling.create_sampling_session(
+            "alice", session_id=session, sampling_session_seq_id=number, base_model=base, model_path=path
+        )
+        for number, (base, path) in enumerate([(None, named.path), (BASE, None)])
+    ]
+    ephemeral = (await harness.result(await harness.sampler(model, 2, number=9))).sampling_session_id
+    deaths = asked = 0
+
+    async def hook(what: object) -> None:
+        nonlocal deaths, asked
+        if isinstance(what, SampleRequest):
+            asked += 1
+            if deaths > 0:
+                deaths -= 1
+                harness.world.published.clear()
+                await harness.service.backend_restarted("fake")
+                raise RankDied("the rank was killed")
+
+    harness.hook = hook
+    for sampler in (path_sampler, base_sampler):
+        deaths, asked = 1, 0
+        submitted = await harness.sample(sampler)
+        assert isinstance(await as_time_passes(harness, submitted), SampleOutput)
+        assert asked == 2
+    deaths, asked = 5, 0
+    submitted = await harness.sample(base_sampler, 1)
+    died = await as_time_passes(harness, submitted)
+    assert isinstance(died, RankDied), "it may be this request that ranks die of"
+    assert asked == 2
+    assert f"tinker://{model}/" in (await harness.error(await harness.sample(ephemeral))).message
+
+
+async def as_time_passes(harness: Harness, submitted: Submitted) -> object:
+    answer = asyncio.create_task(harness.answer(submitted))
+    while not answer.done():
+        await harness.clock.advance(0.1)
+        await asyncio.sleep(0.001)
+    return answer.result()
+
+
+async def test_a_model_being_made_at_a_death_is_made_on_the_next_rank(harness: Harness) -> None:
+    session = await harness.session()
+    deaths = 1
+
+    async def hook(what: object) -> None:
+        nonlocal deaths
+        if isinstance(what, CreateModel) and deaths > 0:
+            deaths -= 1
+            raise RankDied("the rank was killed")
+
+    harness.hook = hook
+    model = await harness.model(session)
+    await harness.result(await harness.fb(model, 1))
+    deaths = 2
+    error = await harness.error(await harness.create(session, 1))
+    assert "the rank was killed" in error.message
+
+
+async def test_nobody_is_sent_to_a_damaged_checkpoint(harness: Harness) -> None:
+    model = await harness.model()
+    older = await harness.result(await harness.save(model, 1, "older"))
+    newer = await harness.result(await harness.save(model, 2, "newer"))
+    checkpoint = await harness.checkpoints.open(parse_path(newer.path))
+    (Path(checkpoint.directory) / "adapter_model.safetensors").unlink()
+    await harness.restart()
+    message = (await harness.error(await harness.fb(model, 3))).message
+    assert older.path in message
+    assert newer.path not in message
+    with pytest.raises(Damaged, match=newer.path) as raised:
+        await harness.service.training.weights_info("alice", newer.path)
+    assert raised.value.http_status == 400
+    assert str(harness.path) not in str(raised.value)
 
 
 async def test_a_base_that_ends_nothing_is_given_up(harness: Harness) -> None:

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from service_harness import BASE, Harness, submission
+from service_harness import BASE, CountingEngine, Harness, submission
 
-import descant.service.service as service_module
 from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
-from descant.service.samplers import SampleFold
+from descant.service.sample_fold import SampleFold
+from descant.service.sampling_admission import REQUEST_BYTES, SamplingLoad
 from descant.testing.clock import settle
-from descant.testing.fakes import FakeEngine
 from descant.types import (
     CheckpointName,
     PromptScores,
@@ -25,9 +24,9 @@ from descant.types import (
 )
 
 
-async def sampler(harness: Harness, session: str, number: int, path: str | None = None) -> str:
+async def sampler(harness: Harness, session: str, number: int, path: str | None = None, *, owner: str = "alice") -> str:
     return await harness.service.sampling.create_sampling_session(
-        "alice",
+        owner,
         session_id=session,
         sampling_session_seq_id=number,
         base_model=BASE if path is None else None,
@@ -45,6 +44,18 @@ async def test_the_base_model(harness: Harness) -> None:
     output = await harness.result(submitted)
     assert len(output.sequences) == 3
     assert output.versions == ()
+
+
+async def test_a_short_name_is_refused_where_a_client_would_look_for_a_tokenizer_by_it(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session, base="other")
+    assert (await harness.service.training.get_info("alice", model)).facts.name == "fake/other"
+    path = (await harness.result(await harness.sampler(model, 1, name="a"))).path
+    for model_path in (None, path):
+        with pytest.raises(UserError, match=r"base_model is 'other', a short name .* use 'fake/other'"):
+            await harness.service.sampling.create_sampling_session(
+                "alice", session_id=session, sampling_session_seq_id=0, base_model="other", model_path=model_path
+            )
 
 
 async def test_a_sampling_client_keeps_its_version(harness: Harness) -> None:
@@ -125,9 +136,8 @@ async def test_an_inflight_request_that_runs_moves(harness: Harness) -> None:
     assert [v.number for v in (await harness.result(running)).versions] == [1, 2]
 
 
-async def test_numbers_of_what_is_open_and_of_an_engine_that_counts(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("harness", [False], indirect=True, ids=["together"])  # a pool counts by itself
+async def test_numbers_of_what_is_open(harness: Harness) -> None:
     session = await harness.session()
     await harness.model(session)
     release = asyncio.Event()
@@ -138,35 +148,30 @@ async def test_numbers_of_what_is_open_and_of_an_engine_that_counts(
 
     harness.hook = hook
     submitted = await harness.sample(await sampler(harness, session, 0))
-    mine = {"requests_in_flight": 1, "samples_in_flight": 1, "models": 1}
-    nothing = dict.fromkeys(mine, 0)
-    assert await harness.service.stats() == {BASE: mine, "fake/other": nothing}
-
-    async def stats(self: object) -> dict[str, float]:
-        return {"sample_running": 1.0}
-
-    monkeypatch.setattr(FakeEngine, "stats", stats, raising=False)
-    assert await harness.service.stats() == {
-        BASE: {**mine, "sample_running": 1, "told_ago_s": 0},
-        "fake/other": {**nothing, "sample_running": 1, "told_ago_s": 0},
-    }
-
-    async def busy(self: object) -> dict[str, float]:
-        await asyncio.Event().wait()
-        return {}
-
-    monkeypatch.setattr(FakeEngine, "stats", busy, raising=False)
-    monkeypatch.setattr(service_module, "STATS_TIMEOUT_S", 0.01)
-    await harness.advance(3.0)
-    assert (await harness.service.stats())[BASE] == {**mine, "sample_running": 1, "told_ago_s": 3.0}
-
-    async def dead(self: object) -> dict[str, float]:
-        raise RankDied("it is gone")
-
-    monkeypatch.setattr(FakeEngine, "stats", dead, raising=False)
-    assert (await harness.service.stats())[BASE] == mine
+    mine = {**(await harness.service.stats())[BASE], "requests_in_flight": 1, "samples_in_flight": 1, "models": 1}
+    assert await harness.service.stats() == {BASE: mine, "fake/other": dict.fromkeys(mine, 0)}
     release.set()
     await harness.result(submitted)
+
+
+@pytest.mark.parametrize("harness", [False], indirect=True, ids=["together"])
+async def test_numbers_of_an_engine_that_counts(harness: Harness) -> None:
+    """One that is busy has told some before; one that is dead has none."""
+    ours = (await harness.service.stats())[BASE]
+    harness.engine_class, harness.stats_timeout_s = CountingEngine, 0.01
+    await harness.restart()
+    engine = harness.engine
+    assert isinstance(engine, CountingEngine)
+    engine.told = {"sample_running": 1.0}
+    assert await harness.service.stats() == {
+        BASE: {**ours, "sample_running": 1, "stats_age_seconds": 0},
+        "fake/other": ours,
+    }
+    engine.told = None
+    await harness.advance(3.0)
+    assert (await harness.service.stats())[BASE] == {**ours, "sample_running": 1, "stats_age_seconds": 3.0}
+    engine.told = RankDied("it is gone")
+    assert (await harness.service.stats())[BASE] == ours
 
 
 async def test_what_is_not_said_is_a_setting(harness: Harness) -> None:
@@ -293,8 +298,84 @@ async def test_so_many_samples_and_no_more(harness: Harness) -> None:
     await harness.result(await harness.sample(id_, 100)), "neither an end nor a repetition keeps a place"
 
 
+@pytest.mark.parametrize(
+    ("limit", "what"),
+    [
+        ({"max_samples_in_flight": 8}, "sampling requests"),
+        ({"max_sequences_in_flight": 16}, "sequences"),
+        ({"max_sampling_bytes": 8 * (REQUEST_BYTES + 8)}, "bytes of prompts"),
+    ],
+)
+async def test_one_owner_fills_all_and_another_finds_room(harness: Harness, limit: dict, what: str) -> None:
+    """By number, by samples and by size, each two of eight requests' worth for the first and the second newcomer."""
+    harness.settings = replace(harness.settings, **limit)
+    await harness.restart()
+    release = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SampleRequest):
+            await release.wait()
+
+    harness.hook = hook
+    taken = []
+    for owner in ("alice", "bob", "carol"):
+        id_ = await sampler(harness, await harness.session(owner), 0, owner=owner)
+        answers = await asyncio.gather(
+            *(harness.sample(id_, number, owner=owner, n=2) for number in range(20)), return_exceptions=True
+        )
+        refused = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert all(isinstance(answer, Overloaded) and what in answer.message for answer in refused)
+        taken.append(20 - len(refused))
+    assert taken == [8, 4, 2]
+    release.set()
+    await harness.until(lambda: harness.service.sampling.admission[BASE].held == SamplingLoad())
+    assert harness.service.sampling.admission[BASE]._of_owner == {}
+
+
+async def test_a_request_larger_than_all_room_is_taken_where_its_owner_has_none(harness: Harness) -> None:
+    harness.settings = replace(harness.settings, max_sequences_in_flight=4)
+    await harness.restart()
+    id_ = await sampler(harness, await harness.session(), 0)
+    assert len((await harness.result(await harness.sample(id_, 0, n=9))).sequences) == 9
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_engine_is_told_whose_a_request_is_and_who_may_share_its_prefix(
+    harness: Harness, shared: bool
+) -> None:
+    harness.settings = replace(harness.settings, share_prefixes=shared)
+    await harness.restart()
+    hits = []
+    for owner in ("alice", "bob", "alice"):
+        id_ = await sampler(harness, await harness.session(owner), 0, owner=owner)
+        output = await harness.result(await harness.sample(id_, owner=owner), owner=owner)
+        hits.append(output.prompt_cache_hit_tokens)
+    assert hits == ([0, 1, 1] if shared else [0, 0, 1])
+
+
+async def test_who_finds_the_engine_full_of_anothers_requests_does_not_wait(harness: Harness) -> None:
+    harness.max_num_seqs = 4
+    await harness.restart()
+    release = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, SampleRequest) and what.num_samples == 2:
+            await release.wait()
+
+    harness.hook = hook
+    ids = {o: await sampler(harness, await harness.session(o), 0, owner=o) for o in ("alice", "bob")}
+    flood = [await harness.sample(ids["alice"], number, n=2) for number in range(32)]
+    await settle()
+    assert len((await harness.result(await harness.sample(ids["bob"], owner="bob"), owner="bob")).sequences) == 1
+    release.set()
+    answers = asyncio.gather(*(harness.result(submitted) for submitted in flood))
+    while not answers.done():
+        await harness.clock.advance(1.0)
+    assert len(await answers) == 32
+
+
 async def test_an_engine_that_is_full_is_waited_for(harness: Harness) -> None:
-    harness.max_running = 4
+    harness.max_num_seqs = 4
     await harness.restart()
     id_ = await sampler(harness, await harness.session(), 0)
     sent = await asyncio.gather(*(harness.sample(id_, n) for n in range(32)))

@@ -30,7 +30,7 @@ async def test_training_goes_on_while_a_save_is_written(harness: Harness) -> Non
     release.set()
     saved = await harness.result(save)
     harness.hook = None
-    loaded = await harness.service.training.load_weights_new(
+    loaded = await harness.service.creation.load_weights_new(
         "alice", session_id=await harness.session(), model_seq_id=0, path=saved.path, optimizer=True, base_model=None,
         user_metadata=None,
     )  # fmt: skip
@@ -56,11 +56,19 @@ async def test_a_name_that_is_taken(harness: Harness) -> None:
     first = await harness.result(await harness.save(model, 1, "a"))
     error = await harness.error(await harness.save(model, 2, "a"))
     assert error.category == "user"
-    assert "exists already" in error.message
+    assert error.message.endswith("exists already; choose another name or pass overwrite=True")
     assert (await harness.checkpoints.open(CheckpointName(model_id=model, type="weights", name="a"))).manifest.applied_seq_id == 1  # fmt: skip  # noqa: E501
     assert await harness.result(await harness.save(model, 3, "a", overwrite=True)) == first
     assert (await harness.checkpoints.open(CheckpointName(model_id=model, type="weights", name="a"))).manifest.applied_seq_id == 3  # fmt: skip  # noqa: E501
     assert not harness.world.snapshots
+
+
+async def test_a_samplers_name_that_is_taken(harness: Harness) -> None:
+    """What the SDK saves it with has no overwrite."""
+    model = await harness.model()
+    await harness.result(await harness.sampler(model, 1, name="a"))
+    error = await harness.error(await harness.sampler(model, 2, name="a"))
+    assert error.message.endswith("exists already; choose another name")
 
 
 async def test_two_saves_of_one_name_at_once(harness: Harness) -> None:
@@ -183,7 +191,7 @@ async def test_what_cannot_be_loaded_is_refused_with_a_sentence(harness: Harness
     await harness.result(await harness.fb(unknown, 2)), "the id is consumed, the model usable"
 
     async def load_new(path: str, base_model: str | None = None, optimizer: bool = False) -> None:
-        await harness.service.training.load_weights_new(
+        await harness.service.creation.load_weights_new(
             "alice", session_id=session, model_seq_id=99, path=path, optimizer=optimizer, base_model=base_model,
             user_metadata=None,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from service_harness import BASE, Harness
 
 from descant.errors import Gone, UserError
-from descant.types import DeleteModel, LoraConfig, ModelFacts, SnapshotRef
+from descant.types import DeleteModel, Lora, ModelFacts, SnapshotRef
 
 
 def facts(harness: Harness) -> list[ModelFacts]:
@@ -70,7 +70,7 @@ async def test_a_session_that_is_over_leaves_memory(harness: Harness) -> None:
         await harness.greedy(sampler)
     await service.finish_session("alice", over, reason="success", detail=None)
     assert [session.record.session_id for session in service._sessions] == [stays]
-    assert [model.record.model_id for model in service.training.models()] == models[1:]
+    assert [model.record.model_id for model in service._models.of_base(BASE)] == models[1:]
     assert {sampler.session_id for sampler in service.sampling._samplers.values()} == {stays}
 
 
@@ -86,8 +86,8 @@ async def test_what_create_model_refuses(harness: Harness) -> None:
     session = await harness.session()
 
     async def create(base: str = BASE, optimizer: str = "adamw", seq: int = 0, **lora: object) -> None:
-        await harness.service.training.create_model(
-            "alice", session_id=session, model_seq_id=seq, base_model=base, lora=replace(LoraConfig(), **lora),
+        await harness.service.creation.create_model(
+            "alice", session_id=session, model_seq_id=seq, base_model=base, trainable=replace(Lora(), **lora),
             optimizer=optimizer, user_metadata=None,
         )  # fmt: skip
 

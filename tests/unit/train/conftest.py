@@ -2,12 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from descant.model.load import ModelSource, load_model
-from descant.testing.studio import Studio
+from descant.testing.learner import LearnerHarness
 from descant.testing.tiny import tiny_model
 
 
@@ -17,14 +18,16 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def new_studio(tiny_llama: Path) -> Callable[[], Studio]:
-    def make() -> Studio:
+def new_harness(tiny_llama: Path) -> Callable[..., LearnerHarness]:
+    def make(**options: Any) -> LearnerHarness:
         source = ModelSource(name="tiny", directory=tiny_llama)
-        return Studio(load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False))
+        return LearnerHarness(
+            load_model(source, device=torch.device("cpu"), dtype=torch.float32, check=False), **options
+        )
 
     return make
 
 
 @pytest.fixture
-def studio(new_studio: Callable[[], Studio]) -> Studio:
-    return new_studio()
+def harness(new_harness: Callable[[], LearnerHarness]) -> LearnerHarness:
+    return new_harness()

@@ -62,7 +62,8 @@ REFUSED = {
     "stable_reinforce": (
         command(GOOD, loss_fn="stable_reinforce"),
         "loss_fn 'stable_reinforce' has no public definition, expected one of 'cross_entropy', 'importance_sampling', "
-        "'ppo', 'cispo', 'dro', 'gspo'",
+        "'ppo', 'cispo', 'dro', 'gspo'; whoever runs the server may say what it is computed as (descant serve --set "
+        "losses.stable_reinforce=importance_sampling)",
     ),
     "custom": (command(GOOD, loss_fn="custom"), "loss_fn 'custom' is not served"),
     "unknown config": (
@@ -101,6 +102,15 @@ REFUSED = {
     "target id in [N,K]": (
         command(datum(target_tokens=[[3, 4], [5, -7]])),
         "data[0].loss_fn_inputs['target_tokens'] has token id -7 at position (1, 1), expected 0 to 9",
+    ),
+    "target that torch ignores": (
+        command(datum(target_tokens=[3, -100])),
+        "data[0].loss_fn_inputs['target_tokens'] has token id -100 at position 1, expected 0 to 9; to leave a position "
+        "out, give it weight 0 and any valid id as its target",
+    ),
+    "target that torch ignores, in RL": (
+        command(rl(target_tokens=[-100, 1]), loss_fn="ppo"),
+        "at position 0, expected 0 to 9; to leave a position out, give it advantage 0 and any valid id as its target",
     ),
     "huge target id": (
         command(datum(target_tokens=np.array([2**64 - 1, 0], np.uint64))),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant.train.check import LOSS_FN_CONFIG
-from descant.train.loss import LossInputs, sequence_ratio, token_loss, wanted
+from descant.train.loss import LossInputs, loss_mask, sequence_ratio, token_loss
 
 CLIP = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
 
@@ -114,7 +114,7 @@ RARE = st.one_of(st.just(0.0), ANY)
 
 
 @pytest.mark.parametrize("loss_fn", LOSS_FN_CONFIG)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_where_a_loss_wants_nothing_its_derivative_is_0(loss_fn: str, data: st.DataObject) -> None:
     """Whatever the learner's log-probabilities are, those of a token that cannot be among them."""
@@ -141,7 +141,7 @@ def test_where_a_loss_wants_nothing_its_derivative_is_0(loss_fn: str, data: st.D
     if "clip_low_threshold" in config:
         config["clip_high_threshold"] += config["clip_low_threshold"]
     got = token_loss(loss_fn, config, p, given_inputs)
-    assert (got.dlogprobs_CK[~torch.from_numpy(wanted(loss_fn, arrays))] == 0).all()
+    assert (got.dlogprobs_CK[~torch.from_numpy(loss_mask(loss_fn, arrays))] == 0).all()
 
 
 @pytest.mark.parametrize("loss_fn", LOSS_FN_CONFIG)
@@ -162,7 +162,7 @@ def test_where_a_loss_wants_something_it_has_a_derivative(loss_fn: str) -> None:
     )
     p = torch.full((4, 1), -2.0 if loss_fn == "dro" else -1.0)
     got = token_loss(loss_fn, LOSS_FN_CONFIG[loss_fn], p, given_inputs)
-    assert (got.dlogprobs_CK[:, 0] != 0).tolist() == wanted(loss_fn, arrays).tolist()
+    assert (got.dlogprobs_CK[:, 0] != 0).tolist() == loss_mask(loss_fn, arrays).tolist()
 
 
 @pytest.mark.parametrize("config", [LOSS_FN_CONFIG["gspo"], CLIP])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from descant.errors import UserError
 from descant.train import optim
@@ -31,8 +35,8 @@ class Taker:
         self.step += 1
         return outcome
 
-    def next(self, gradient: torch.Tensor, params: AdamParams) -> optim.Row:
-        return optim.Row(
+    def next(self, gradient: torch.Tensor, params: AdamParams) -> optim.StepRow:
+        return optim.StepRow(
             weights=self.weights,
             gradient=gradient.clone(),
             moment1=self.moment1,
@@ -121,6 +125,19 @@ def test_norm_of_a_large_gradient_is_finite() -> None:
     assert row.take(gradient, AdamParams()) == pytest.approx(1e18 * 1000**0.5, rel=1e-6)
 
 
+class Clones(TorchDispatchMode):
+    """The number of elements of each tensor that is cloned meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize(
     ("params", "scale", "copies"),
     [
@@ -133,18 +150,16 @@ def test_norm_of_a_large_gradient_is_finite() -> None:
     ids=["usual", "large but bounded", "tiny eps", "squares beyond float32", "wild rate"],
 )
 def test_rows_are_copied_only_when_the_step_might_have_to_be_undone(
-    params: AdamParams, scale: float, copies: bool, monkeypatch: pytest.MonkeyPatch
+    params: AdamParams, scale: float, copies: bool
 ) -> None:
     """Both ways give the same bits; a refused step is only ever one that was copied."""
-    checked: list[bool] = []
-    real = optim._is_safe
-    monkeypatch.setattr(optim, "_is_safe", lambda *args: checked.append(real(*args)) or checked[-1])
     row, careful = Taker(), Taker()
     gradient = row.new_gradient() * scale
-    row.take(gradient, params)
-    assert checked == [not copies]
-    monkeypatch.setattr(optim, "_is_safe", lambda *args: False)
-    careful.take(gradient, params)
+    with Clones() as clones:
+        norm = row.take(gradient, params)
+    # the gradient's is the taker's own
+    assert clones.sizes == [1000] * (4 if copies else 1)
+    optim._step_or_roll_back(careful.next(gradient, params), norm, LIMIT)
     for name in ("weights", "moment1", "moment2"):
         assert torch.equal(getattr(row, name), getattr(careful, name))
 
@@ -152,10 +167,10 @@ def test_rows_are_copied_only_when_the_step_might_have_to_be_undone(
 @pytest.mark.parametrize("value", [1e-25, 1e-15, 1.0, 1e15, 1e25])
 def test_norms_of_any_size(value: float) -> None:
     gradient = torch.full((1000,), value)
-    row = optim.Row(
+    row = optim.StepRow(
         weights=gradient, gradient=gradient, moment1=gradient, moment2=gradient, step=1, params=AdamParams()
     )
-    [(norm, _)] = optim._measure([row])
+    [(norm, _)] = optim.measure_rows([row])
     assert norm == pytest.approx(value * 1000**0.5, rel=1e-6)
 
 
@@ -168,7 +183,7 @@ def test_the_norm_of_a_long_row_is_exact(size: int) -> None:
     assert norm == pytest.approx(want, rel=1e-6)
 
 
-def test_together_equals_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_together_equals_one_by_one() -> None:
     """Rows of several lengths, parameters and steps, some clipped, one refused: to the bit, and measured at once."""
     decayed = AdamParams(learning_rate=1e-2, weight_decay=0.1)
     clipped = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
@@ -181,9 +196,12 @@ def test_together_equals_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
                 taker.take(taker.new_gradient(), params)
     rows = [taker.next(taker.new_gradient() * scale, params) for taker, (*_, params, scale) in zip(together, cases)]
     measured: list[int] = []
-    real = optim._measure
-    monkeypatch.setattr(optim, "_measure", lambda rows: measured.append(len(rows)) or real(rows))
-    outcomes = optim.adamw(rows, limit=LIMIT)
+
+    def measure(rows: Sequence[optim.StepRow]) -> list[tuple[float, list[float]]]:
+        measured.append(len(rows))
+        return optim.measure_rows(rows)
+
+    outcomes = optim.adamw(rows, limit=LIMIT, measure=measure)
     assert measured == [len(cases)]
     for outcome, ours, taker, (*_, params, scale) in zip(outcomes, together, alone, cases):
         if scale != scale:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from descant.model.load import ModelSource, load_model
-from descant.testing.studio import Studio, some_commands
+from descant.testing.learner import LearnerHarness, some_commands
 
 RANKS = (4, 8, 3, 8, 1, 20)
 
 
 @pytest.fixture
-def studio_in(tiny_llama: Path, tmp_path: Path) -> Callable[[float | None, int], Studio]:
-    def make(num_adapters: float | None, max_host_bytes: int) -> Studio:
+def harness_in(tiny_llama: Path, tmp_path: Path) -> Callable[[float | None, int], LearnerHarness]:
+    def make(num_adapters: float | None, host_bytes: int) -> LearnerHarness:
         source = ModelSource(name="tiny", directory=tiny_llama)
         model = load_model(
             source,
@@ -24,42 +24,44 @@ def studio_in(tiny_llama: Path, tmp_path: Path) -> Callable[[float | None, int],
             dtype=torch.float32,
             check=False,
             spill_dir=tmp_path / str(num_adapters),
-            max_host_bytes=max_host_bytes,
+            host_bytes=host_bytes,
         )
-        studio = Studio(model)
+        harness = LearnerHarness(model)
         if num_adapters is not None:
-            studio.create("probe")
-            model.bank.max_adapter_bytes = int(num_adapters * model.bank.bytes_in_use("probe")[0])
+            harness.create("probe")
+            model.bank.adapter_bytes = int(num_adapters * model.bank.bytes_in_use("probe")[0])
             model.bank.delete("probe")
-        return studio
+        return harness
 
     return make
 
 
-def interleaved(studio: Studio) -> tuple[list[float], list[list[torch.Tensor]]]:
+def interleaved(harness: LearnerHarness) -> tuple[list[float], list[list[torch.Tensor]]]:
     """Each has its gradient pending, in two parts, while all the others are trained."""
-    names = [studio.create(f"m{number}", rank, seed=number) for number, rank in enumerate(RANKS)]
+    names = [harness.create(f"m{number}", rank, seed=number) for number, rank in enumerate(RANKS)]
     losses = []
     for _ in range(3):
         for _ in range(2):
-            for command in some_commands(studio, names):
-                (output,) = studio.run(command)
+            for command in some_commands(harness, names):
+                (output,) = harness.run(command)
                 losses.append(output.metrics["loss:sum"])
         for name in names[1:]:
-            losses.append(studio.step(name)["grad_norm:mean"])
-    return losses, [[*studio.state(name), studio.gradient(name)] for name in names]
+            losses.append(harness.step(name)["grad_norm:mean"])
+    return losses, [[*harness.state(name), harness.gradient(name)] for name in names]
 
 
-@pytest.mark.parametrize("max_host_bytes", [4 << 30, 0], ids=["host", "disk"])
-def test_interleaved_equals_undisturbed(studio_in: Callable[[float | None, int], Studio], max_host_bytes: int) -> None:
-    losses, states = interleaved(studio_in(None, max_host_bytes))
-    studio = studio_in(2, max_host_bytes)
-    tight_losses, tight_states = interleaved(studio)
+@pytest.mark.parametrize("host_bytes", [4 << 30, 0], ids=["host", "disk"])
+def test_interleaved_equals_undisturbed(
+    harness_in: Callable[[float | None, int], LearnerHarness], host_bytes: int
+) -> None:
+    losses, states = interleaved(harness_in(None, host_bytes))
+    harness = harness_in(2, host_bytes)
+    tight_losses, tight_states = interleaved(harness)
     assert losses == tight_losses
     for state, tight in zip(states, tight_states):
         assert all(torch.equal(a, b) for a, b in zip(state, tight))
     assert states[0][3].count_nonzero() > 0, "one of them has a gradient pending still"
-    stats = studio.bank.stats()
-    assert stats["evictions"] > 20
+    stats = harness.bank.stats()
+    assert stats["adapter_offloads"] > 20
     assert stats["adapters_resident"] <= 2
-    assert (stats["adapters_disk"] > 0) == (max_host_bytes == 0)
+    assert (stats["adapters_disk"] > 0) == (host_bytes == 0)

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from descant.adapters.slots import RowRef
 from descant.errors import UserError
 from descant.model.load import ModelSource, load_model
-from descant.model.passes import RowRef
-from descant.testing.studio import Studio
+from descant.testing.learner import LearnerHarness
 from descant.testing.tiny import VOCAB_SIZE
-from descant.train.batch import MIN_SHARED_TOKENS, Item, pack, unpack
+from descant.train.pack import MIN_SHARED_TOKENS, Item, pack, unpack
+from descant.train.runner import Part
 from descant.types import AdamParams, Datum, EncodedText, ForwardBackward, ForwardBackwardOutput
 
 PROMPT = 40
@@ -86,25 +87,25 @@ CASES: dict[str, tuple[list[Datum], str, int]] = {
 
 
 @pytest.fixture(scope="module")
-def bf16(tiny_llama: Path) -> Studio:
+def bf16(tiny_llama: Path) -> LearnerHarness:
     source = ModelSource(name="tiny", directory=tiny_llama)
-    studio = Studio(load_model(source, device=torch.device("cpu"), dtype=torch.bfloat16, check=False))
-    studio.create("a", 8, seed=1)
-    return studio
+    harness = LearnerHarness(load_model(source, device=torch.device("cpu"), dtype=torch.bfloat16, check=False))
+    harness.create("a", 8, seed=1)
+    return harness
 
 
-def apart(studio: Studio, command: ForwardBackward) -> ForwardBackwardOutput:
+def apart(harness: LearnerHarness, command: ForwardBackward) -> ForwardBackwardOutput:
     """Each datum in a pass of its own: nothing to share."""
-    request = studio.learner.open(command)
-    for part in studio.parts(request, command):
-        studio.learner.run([part])
-    return studio.learner.close(request)
+    request = harness.learner.open(command)
+    for part in harness.parts(request, command):
+        harness.learner.run([part])
+    return harness.learner.close(request)
 
 
-def gradient(studio: Studio, model_id: str) -> torch.Tensor:
+def gradient(harness: LearnerHarness, model_id: str) -> torch.Tensor:
     """The gradient, which is then forgotten."""
-    taken = studio.gradient(model_id)
-    studio.step(model_id, AdamParams(learning_rate=0.0))
+    taken = harness.gradient(model_id)
+    harness.step(model_id, AdamParams(learning_rate=0.0))
     return taken
 
 
@@ -121,14 +122,14 @@ def assert_same(got: ForwardBackwardOutput, want: ForwardBackwardOutput) -> None
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_shared_equals_apart(studio: Studio, case: str) -> None:
+def test_shared_equals_apart(harness: LearnerHarness, case: str) -> None:
     data, loss_fn, computed = CASES[case]
-    studio.create("a", 8, seed=1)
-    command = studio.command("a", *data, loss_fn=loss_fn)
-    want, want_gradient = apart(studio, command), gradient(studio, "a")
-    [got] = studio.run(command)
+    harness.create("a", 8, seed=1)
+    command = harness.command("a", *data, loss_fn=loss_fn)
+    want, want_gradient = apart(harness, command), gradient(harness, "a")
+    [got] = harness.run(command)
     assert_same(got, want)
-    assert_near(gradient(studio, "a"), want_gradient)
+    assert_near(gradient(harness, "a"), want_gradient)
     given = sum(len(datum.model_input[0].tokens) for datum in data)
     assert got.metrics["tokens:sum"] == want.metrics["tokens:sum"] == want.metrics["tokens_computed:sum"] == given
     assert got.metrics["tokens_computed:sum"] == computed
@@ -137,7 +138,7 @@ def test_shared_equals_apart(studio: Studio, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_bf16_logprobs_are_bit_equal(bf16: Studio, case: str) -> None:
+def test_in_bf16_logprobs_are_bit_equal(bf16: LearnerHarness, case: str) -> None:
     data, loss_fn, _ = CASES[case]
     command = bf16.command("a", *data, loss_fn=loss_fn, forward_only=True)
     [got] = bf16.run(command)
@@ -145,67 +146,67 @@ def test_in_bf16_logprobs_are_bit_equal(bf16: Studio, case: str) -> None:
         assert np.array_equal(mine["logprobs"], alone["logprobs"])
 
 
-def test_only_one_adapter_one_gradient_and_one_loss_share(studio: Studio) -> None:
+def test_only_one_adapter_one_gradient_and_one_loss_share(harness: LearnerHarness) -> None:
     for number, model_id in enumerate("ab"):
-        studio.create(model_id, 8, seed=number)
+        harness.create(model_id, 8, seed=number)
     one, other = [ce(t, seed=i) for i, t in enumerate(SAMPLES[:2])], [ce(t) for t in SAMPLES[2:4]]
     sampled = [rl(t, sampled_from=PROMPT) for t in SAMPLES[:2]]
     commands = [
-        studio.command("a", *one),
-        studio.command("a", *other),
-        studio.command("a", *one, forward_only=True),
-        studio.command("a", *sampled, forward_only=True, loss_fn="ppo"),
-        studio.command("b", *one),
+        harness.command("a", *one),
+        harness.command("a", *other),
+        harness.command("a", *one, forward_only=True),
+        harness.command("a", *sampled, forward_only=True, loss_fn="ppo"),
+        harness.command("b", *one),
     ]
     wants, gradients = [], {}
     for model_id in "ab":
-        wants += [apart(studio, command) for command in commands if command.model_id == model_id]
-        gradients[model_id] = gradient(studio, model_id)
-    for got, want in zip(studio.run(*commands), wants, strict=True):
+        wants += [apart(harness, command) for command in commands if command.model_id == model_id]
+        gradients[model_id] = gradient(harness, model_id)
+    for got, want in zip(harness.run(*commands), wants, strict=True):
         assert_same(got, want)
         assert got.metrics["tokens_computed:sum"] == want.metrics["tokens:sum"] - PROMPT
         assert got.metrics["adapters_in_pass:max"] == 2
     for model_id in "ab":
-        assert_near(gradient(studio, model_id), gradients[model_id])
+        assert_near(gradient(harness, model_id), gradients[model_id])
 
 
-def test_evaluations_of_one_adapter_share_across_requests(studio: Studio) -> None:
-    studio.create("a")
-    commands = [studio.command("a", ce(t), forward_only=True) for t in SAMPLES[:2]]
-    wants = [apart(studio, command) for command in commands]
-    first, second = studio.run(*commands)
+def test_evaluations_of_one_adapter_share_across_requests(harness: LearnerHarness) -> None:
+    harness.create("a")
+    commands = [harness.command("a", ce(t), forward_only=True) for t in SAMPLES[:2]]
+    wants = [apart(harness, command) for command in commands]
+    first, second = harness.run(*commands)
     assert_same(first, wants[0])
     assert_same(second, wants[1])
     assert second.metrics["tokens_computed:sum"] == len(SAMPLES[1]) - PROMPT
 
 
-def test_a_failing_datum_takes_its_request_and_no_more(studio: Studio) -> None:
+def test_a_failing_datum_takes_its_request_and_no_more(harness: LearnerHarness) -> None:
     for number, model_id in enumerate("ab"):
-        studio.create(model_id, 8, seed=number)
+        harness.create(model_id, 8, seed=number)
     bad = rl(SAMPLES[2], sampled_from=PROMPT)
     arrays = {**bad.loss_fn_inputs, "logprobs": np.full(len(SAMPLES[2]), -1e38, np.float32)}
     arrays["advantages"] = np.ones(len(SAMPLES[2]), np.float32)
     bad = Datum(model_input=bad.model_input, loss_fn_inputs=arrays)
     good = [rl(t, sampled_from=PROMPT, seed=i) for i, t in enumerate(SAMPLES[:2])]
     innocent = [
-        studio.command("a", *good, loss_fn="ppo"),
-        studio.command("b", *good, loss_fn="ppo"),
-        studio.command("a", good[0], loss_fn="importance_sampling", forward_only=True),
+        harness.command("a", *good, loss_fn="ppo"),
+        harness.command("b", *good, loss_fn="ppo"),
+        harness.command("a", good[0], loss_fn="importance_sampling", forward_only=True),
     ]
     failing = [
-        studio.command("a", good[1], bad, loss_fn="importance_sampling", forward_only=True),
-        studio.command("a", good[0], bad, loss_fn="importance_sampling"),
+        harness.command("a", good[1], bad, loss_fn="importance_sampling", forward_only=True),
+        harness.command("a", good[0], bad, loss_fn="importance_sampling"),
     ]
-    wants = [apart(studio, command) for command in innocent]
-    gradients = {model_id: gradient(studio, model_id) for model_id in "ab"}
-    outputs = studio.try_run(*innocent, *failing)
+    wants = [apart(harness, command) for command in innocent]
+    gradients = {model_id: gradient(harness, model_id) for model_id in "ab"}
+    outputs = harness.try_run(*innocent, *failing)
     for got, want in zip(outputs, wants):
         assert_same(got, want)
     for error in outputs[3:]:
         assert isinstance(error, UserError)
         assert str(error).startswith("data[1] has a loss that is not finite at position 0")
     for model_id in "ab":
-        assert_near(studio.gradient(model_id), gradients[model_id])
+        assert_near(harness.gradient(model_id), gradients[model_id])
 
 
 @st.composite
@@ -213,7 +214,7 @@ def families(draw: st.DrawFn) -> list[Item]:
     """Datums over two letters, so that they have much in common, of several groups."""
     drawn = []
     for index in range(draw(st.integers(1, 12))):
-        row = RowRef(rank_class=8, slot=draw(st.integers(0, 1)))
+        row = RowRef(rank_bucket=8, slot=draw(st.integers(0, 1)))
         gradient = draw(st.sampled_from([None, 5]))
         stem = [0] * draw(st.sampled_from([3, 20, 40])) + [1] * draw(st.sampled_from([0, 20]))
         tokens = np.array(stem + draw(st.lists(st.integers(0, 1), max_size=4)), np.int32)
@@ -223,8 +224,7 @@ def families(draw: st.DrawFn) -> list[Item]:
         request = (f"m{row.slot}", 0 if gradient is None else gradient)
         drawn.append(
             Item(
-                request=request,
-                index=index,
+                part=Part(request=request, datum=index),
                 datum=datum,
                 loss_fn="cross_entropy",
                 config={},
@@ -239,26 +239,26 @@ def group(item: Item) -> tuple[RowRef, int | None]:
     return item.row, item.gradient
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(families())
 def test_every_datum_reads_its_own_tokens(drawn: list[Item]) -> None:
     packed = pack(drawn, torch.device("cpu"))
-    num_places = len(packed.targets_PK)
-    tokens_P = np.arange(num_places) if packed.place_tokens_P is None else packed.place_tokens_P.numpy()
+    num_positions = len(packed.targets_PK)
+    tokens_P = np.arange(num_positions) if packed.token_index_P is None else packed.token_index_P.numpy()
     assert (np.diff(tokens_P) >= 0).all()
     seen = []
-    for item, places in zip(packed.items, packed.places, strict=True):
-        mine = tokens_P[places]
+    for item, positions in zip(packed.items, packed.target_positions, strict=True):
+        mine = tokens_P[positions]
         tokens = item.datum.model_input[0].tokens
         assert np.array_equal(packed.tokens_T[mine], tokens)
         assert packed.positions_T[mine].tolist() == list(range(len(tokens)))
-        assert np.array_equal(packed.targets_PK[places, 0], item.datum.loss_fn_inputs["target_tokens"])
-        assert np.array_equal(packed.wanted_P[places], item.datum.loss_fn_inputs["weights"] != 0)
+        assert np.array_equal(packed.targets_PK[positions, 0], item.datum.loss_fn_inputs["target_tokens"])
+        assert np.array_equal(packed.loss_mask_P[positions], item.datum.loss_fn_inputs["weights"] != 0)
         [segment] = [s for s in packed.segments if s.start <= mine[0] < s.end]
         assert (segment.row, segment.gradient) == group(item)
         assert segment.start <= mine.min() <= mine.max() < segment.end
-        seen.extend(np.arange(num_places)[places].tolist())
-    assert sorted(seen) == list(range(num_places))
+        seen.extend(np.arange(num_positions)[positions].tolist())
+    assert sorted(seen) == list(range(num_positions))
     outputs = unpack(packed, packed.targets_PK.numpy().astype(np.float32))
     for item, output in zip(packed.items, outputs, strict=True):
         assert np.array_equal(output, item.datum.loss_fn_inputs["target_tokens"])

@@ -15,7 +15,6 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from descant.errors import UserError
 from descant.types import input_tokens
-from descant.wire import decode
 from descant.wire import tinker_pb2 as pb
 from descant.wire.decode import PREFIX_BYTES, decode_forward_backward, decompress, unread_forward_backward
 from descant.wire.requests import Malformed
@@ -89,7 +88,7 @@ def test_text_in_the_loss_config_stays_text():
 
 
 @given(st.integers(0, 5), st.integers(1, 40), st.floats(0, 1), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_matrix_survives_the_sdks_sparsification(rows: int, cols: int, density: float, seed: int):
     rng = np.random.default_rng(seed)
     matrix = rng.normal(size=(rows, cols)).astype(np.float32) * (rng.random((rows, cols)) < density)
@@ -161,7 +160,7 @@ def test_a_bad_tensor_keeps_its_place_and_is_named(tensor: dict[str, Any], sente
     assert str(caught.value).startswith("data[3].loss_fn_inputs['weights']")
     assert sentence in str(caught.value)
     assert (caught.value.model_id, caught.value.seq_id) == ("m", 7)
-    assert caught.value.loses_gradient
+    assert caught.value.poisons_gradient
     assert not caught.value.answer_at_once
 
 
@@ -170,21 +169,20 @@ def test_a_forward_loses_no_gradient():
     message.forward_only = True
     with pytest.raises(Malformed) as caught:
         decode_forward_backward(message.SerializeToString())
-    assert not caught.value.loses_gradient
+    assert not caught.value.poisons_gradient
 
 
-def test_few_bytes_do_not_become_many(monkeypatch: pytest.MonkeyPatch):
+def test_few_bytes_do_not_become_many():
     """Each of these is small and allowed, all together are not; nothing is allocated for the one that is too much."""
-    monkeypatch.setattr(decode, "MAX_DENSE_BYTES", 10 * 4 * 1000)
+    max_dense_bytes = 10 * 4 * 1000
     sparse = {"sparse_csr": csr(f32(1), i64(0, 1), i64(0)), "dtype": 1, "shape": [1, 1000]}
     message = request(**sparse)
     for i in range(9):
         message.data[0].loss_fn_inputs[f"more{i}"].CopyFrom(pb.Tensor(**sparse))
-    decode_forward_backward(message.SerializeToString())
+    decode_forward_backward(message.SerializeToString(), max_dense_bytes=max_dense_bytes)
     message.data[0].loss_fn_inputs["too_much"].CopyFrom(pb.Tensor(**sparse))
     with pytest.raises(Malformed, match="expected at most 40000 in the request's sparse tensors together"):
-        decode_forward_backward(message.SerializeToString())
-    monkeypatch.undo()
+        decode_forward_backward(message.SerializeToString(), max_dense_bytes=max_dense_bytes)
     with pytest.raises(Malformed, match=r"data\[3\].loss_fn_inputs\['weights'\] has \d+ bytes when dense"):
         weights(sparse_csr=csr(b"", i64(*[0] * 1025), b""), dtype=2, shape=[1024, 2**20])
 
@@ -222,9 +220,9 @@ def test_loss_config_must_be_finite(value: float):
     ("body", "sentence"),
     [
         (b"\xff\xff", "the body is not a protobuf ForwardBackwardRequest"),
-        (b'{"model_id": "m"}', "the body is not a protobuf ForwardBackwardRequest"),
+        (b'{"model_id": "m"}', "the body is JSON, expected protobuf, as the SDK sends it since 0.25"),
         (b"", "model_id has 0 characters"),
-        (pb.ForwardBackwardRequest(model_id="m").SerializeToString(), "seq_id is 0, expected at least 1"),
+        (pb.ForwardBackwardRequest(model_id="m").SerializeToString(), "seq_id is 0, expected 1 to 2147483647"),
         (pb.ForwardBackwardRequest(model_id="m", seq_id=-1).SerializeToString(), "seq_id is -1"),
         (pb.ForwardBackwardRequest(model_id="m" * 600, seq_id=1).SerializeToString(), "model_id has 600 characters"),
     ],
@@ -237,7 +235,7 @@ def test_without_a_place(body: bytes, sentence: str):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_a_user_error_or_a_command(body: bytes):
     for encoding in (None, "zstd"):
         with contextlib.suppress(UserError):
@@ -245,7 +243,7 @@ def test_any_bytes_are_a_user_error_or_a_command(body: bytes):
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_damaged_request_is_a_user_error_or_a_command(data: st.DataObject):
     sparse = {"sparse_csr": csr(f32(1, 2), i64(0, 1, 2), i64(0, 1)), "dtype": 1, "shape": [2, 3]}
     body = bytearray(request(**sparse).SerializeToString())
@@ -291,7 +289,7 @@ def test_what_is_too_large_still_keeps_its_place(encoding: str | None):
     sent = zstandard.compress(body) if encoding else body
     error = unread_forward_backward(sent[:PREFIX_BYTES], encoding, "too large")
     assert isinstance(error, Malformed)
-    assert (error.model_id, error.seq_id, error.loses_gradient, str(error)) == ("m", 300, True, "too large")
+    assert (error.model_id, error.seq_id, error.poisons_gradient, str(error)) == ("m", 300, True, "too large")
     if encoding:
         with pytest.raises(Malformed, match=f"has {len(body)} bytes after decompression"):
             decode_forward_backward(sent, encoding, max_bytes=len(body) - 1)
@@ -303,7 +301,7 @@ def test_what_is_broken_further_on_still_keeps_its_place(damage: Any, encoding: 
     body = damage(sdk_body([sdk_datum(weights=torch.rand(3)) for _ in range(40)], seq_id=300))
     with pytest.raises(Malformed, match="the body is not a protobuf ForwardBackwardRequest") as caught:
         decode_forward_backward(zstandard.compress(body) if encoding else body, encoding)
-    assert (caught.value.model_id, caught.value.seq_id, caught.value.loses_gradient) == ("m", 300, True)
+    assert (caught.value.model_id, caught.value.seq_id, caught.value.poisons_gradient) == ("m", 300, True)
     if encoding:
         torn = zstandard.ZstdCompressor(level=0).compress(bytes(body) * 2000)
         with pytest.raises(Malformed, match="not one whole zstd frame") as caught:
@@ -316,8 +314,24 @@ def test_any_prefix_is_read(prefix: bytes, encoding: str | None):
     assert str(unread_forward_backward(prefix, encoding, "too large")) == "too large"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model_id": "m", "seq_id": 3, "forward_backward_input": {"data": []}}',
+        b'{"forward_backward_input": {"loss_fn_config": {"a": "\\"seq_id\\": 9"}}, "seq_id":3, "model_id":"m", "x": [',
+    ],
+    ids=["whole", "cut"],
+)
+def test_the_json_of_an_old_sdk_is_refused_at_once_in_its_place(body: bytes):
+    with pytest.raises(Malformed, match="the body is JSON, expected protobuf") as caught:
+        decode_forward_backward(body)
+    assert (caught.value.model_id, caught.value.seq_id) == ("m", 3)
+    assert caught.value.poisons_gradient
+    assert caught.value.answer_at_once
+
+
 def test_malformed_pickles():
-    error = pickle.loads(pickle.dumps(Malformed("no", "m", 3, loses_gradient=True, answer_at_once=True)))
+    error = pickle.loads(pickle.dumps(Malformed("no", "m", 3, poisons_gradient=True, answer_at_once=True)))
     assert (str(error), error.model_id, error.seq_id) == ("no", "m", 3)
-    assert error.loses_gradient
+    assert error.poisons_gradient
     assert error.answer_at_once

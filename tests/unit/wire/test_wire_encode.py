@@ -13,7 +13,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from descant.errors import Lost, NotFound, Overloaded, RankDied, UserError
 from descant.types import (
     ForwardBackwardOutput,
-    LoraConfig,
+    Lora,
     ModelCreated,
     OptimStepOutput,
     PromptAltTokens,
@@ -45,7 +45,7 @@ shapes = st.tuples(st.integers(0, 5)) | st.tuples(st.integers(0, 5), st.integers
 
 
 @given(st.lists(shapes, max_size=8), st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_output_i_belongs_to_datum_i_whatever_the_shapes(shapes: list[tuple[int, ...]], seed: int):
     rng = np.random.default_rng(seed)
     outputs = [
@@ -166,7 +166,7 @@ def test_a_sample_without_scores():
 @pytest.mark.parametrize(
     ("answer", "model", "fields"),
     [
-        (ModelCreated(model_id="m", lora=LoraConfig(), step=0), sdk.CreateModelResponse, {"model_id": "m"}),
+        (ModelCreated(model_id="m", trainable=Lora(), step=0), sdk.CreateModelResponse, {"model_id": "m"}),
         (OptimStepOutput(metrics={"grad_norm": 0.5}), sdk.OptimStepResponse, {"metrics": {"grad_norm": 0.5}}),
         (WeightsSaved(path="p"), sdk.SaveWeightsResponse, {"path": "p"}),
         (SamplerWeightsSaved(path="p", sampling_session_id=None), sdk.SaveWeightsForSamplerResponse, {"path": "p"}),

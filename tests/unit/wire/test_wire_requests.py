@@ -12,7 +12,7 @@ from tinker import types as sdk
 from descant import types
 from descant.errors import UserError
 from descant.wire import requests
-from descant.wire.requests import Malformed, parse
+from descant.wire.requests import Malformed, parse, parse_sample
 
 
 def body(**fields: Any) -> bytes:
@@ -21,7 +21,7 @@ def body(**fields: Any) -> bytes:
 
 def sample(**fields: Any) -> requests.SampleRequest:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}, {"type": "encoded_text", "tokens": [7]}]}
-    return parse(requests.SampleRequest, body(**{"sampling_session_id": "s", "seq_id": 0, "prompt": prompt, **fields}))
+    return parse_sample(body(**{"sampling_session_id": "s", "seq_id": 0, "prompt": prompt, **fields}))
 
 
 def targets(
@@ -123,8 +123,12 @@ def test_forms_of_stop(sent: dict[str, Any], meant: tuple[Any, ...] | None):
         ({"top_p": 0}, "sampling_params.top_p is 0, expected greater than 0"),
         ({"top_p": 1.5}, "sampling_params.top_p is 1.5, expected less than or equal to 1"),
         ({"top_p": float("nan")}, "sampling_params.top_p is NaN, expected a finite number"),
-        ({"top_k": 0}, "sampling_params.top_k is 0, expected -1 (off) or at least 1"),
-        ({"top_k": -2}, "sampling_params.top_k is -2, expected -1 (off) or at least 1"),
+        ({"top_k": 0}, "sampling_params.top_k is 0, expected -1 (off) or 1 to 2147483647"),
+        ({"top_k": -2}, "sampling_params.top_k is -2, expected -1 (off) or 1 to 2147483647"),
+        ({"top_k": 2**40}, "sampling_params.top_k is 1099511627776, expected -1 (off) or 1 to 2147483647"),
+        ({"top_k": 2**70}, "sampling_params.top_k is 1180591620717411303424, expected -1 (off) or 1 to 2147483647"),
+        ({"seed": 2**70}, "sampling_params.seed is 1180591620717411303424, expected less than or equal to 92233"),
+        ({"max_tokens": 2**70}, "sampling_params.max_tokens is 1180591620717411303424, expected less than or equal"),
         ({"seed": -1}, "sampling_params.seed is -1, expected greater than or equal to 0"),
         ({"stop": [1, "a"]}, "sampling_params.stop is a list of 2, expected a string, a list of strings or"),
         ({"stop": [True]}, "sampling_params.stop is a list of 1, expected"),
@@ -148,7 +152,7 @@ def test_bad_sampling_params(params: Any, sentence: str):
         ({"prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n is 0, expected greater than or equal to 1"),
         ({"target_prompt_logprobs": [[4]]}, "target_prompt_logprobs is a list of 1, expected"),
         (targets([4.5]), "target_prompt_logprobs.data[0] is 4.5"),
-        (targets([-2, 1]), "target_prompt_logprobs.data[0] is -2, expected greater than or equal to -1"),
+        (targets([-2, 1]), "target_prompt_logprobs.data[0] is -2, expected -1 to 2147483647"),
         (targets([1, 2], dtype="float32"), "target_prompt_logprobs.dtype is \"float32\", expected 'int64'"),
         (targets([1, 2], shape=[2]), "target_prompt_logprobs.shape"),
         (targets([1, 2, 3]), "target_prompt_logprobs has 3 elements, expected 2 by shape [2, 1]"),
@@ -157,7 +161,6 @@ def test_bad_sampling_params(params: Any, sentence: str):
         (targets([1], crow=[0, 2, 1], col=[0]), "target_prompt_logprobs has 3 sparse_crow_indices, expected 3 that"),
         (targets([1], crow=[0, 0, 1], col=[1]), "target_prompt_logprobs has 1 sparse_col_indices, expected 1 from 0"),
         (targets([1], crow=[0, 0, 1], col=[-1]), "target_prompt_logprobs.sparse_col_indices[0] is -1"),
-        ({"record_stability_info": True}, "record_stability_info is true, which is not served yet"),
         ({"num_samples": 0}, "num_samples is 0, expected greater than or equal to 1"),
         ({"num_samples": 10**9}, "num_samples is 1000000000, expected less than or equal to 1024"),
         ({"prompt": {"chunks": []}}, "prompt has no tokens, expected at least one"),
@@ -187,6 +190,11 @@ def test_what_is_off_may_be_said_and_unknown_fields_too():
     assert sample(**off).topk_prompt_logprobs == 0
 
 
+def test_recording_for_stable_reinforce_may_be_asked_for():
+    """The cookbook's RL recipes do so unless another loss is chosen."""
+    assert sample(record_stability_info=True).sampling_params == sample().sampling_params
+
+
 # ------------------------------------------------------------------------------------------------------------ training
 
 
@@ -203,7 +211,7 @@ def test_zero_is_a_value():
     assert command.adam_params == types.AdamParams(**zeros)
     assert command.seq_id == 0
     lora = parse(requests.LoraConfig, body(rank=1, seed=0, train_attn=False)).to_lora()
-    assert lora == types.LoraConfig(rank=1, seed=0, train_attn=False)
+    assert lora == types.Lora(rank=1, seed=0, train_attn=False)
 
 
 def test_adam_under_its_own_name():
@@ -230,7 +238,7 @@ def test_a_bad_step_keeps_its_place(fields: dict[str, Any], sentence: str):
     with pytest.raises(Malformed) as caught:
         optim_step(**fields)
     assert str(caught.value).startswith(sentence)
-    assert (caught.value.model_id, caught.value.seq_id, caught.value.loses_gradient) == ("m", 2, False)
+    assert (caught.value.model_id, caught.value.seq_id, caught.value.poisons_gradient) == ("m", 2, False)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +299,43 @@ def test_bad_models(fields: dict[str, Any], sentence: str):
     with pytest.raises(UserError) as caught:
         parse(requests.CreateModelRequest, body(**{"session_id": "s", "model_seq_id": 0, "base_model": "b", **fields}))
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.38.0", "0.100.0rc1", "1.0", "", "0", "unknown", "v0.1", "9" * 999])
+def test_sdks_that_are_served(version: str):
+    assert parse(requests.CreateSessionRequest, body(sdk_version=version)).sdk_version == version
+
+
+@pytest.mark.parametrize("version", ["0.24.1", "0.24.0", "0.3.0", "0.0.1", "0.24"])
+def test_sdks_that_are_not_served(version: str):
+    with pytest.raises(UserError) as caught:
+        parse(requests.CreateSessionRequest, body(sdk_version=version))
+    assert str(caught.value) == (
+        f'sdk_version is "{version}", expected 0.25 or newer: what that SDK sends to train is not served; '
+        "pip install 'tinker>=0.25'"
+    )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"model_id": "m", "seq_id": 4, "path": "a", "user_metadata": {"seq_id": "5", "x',
+        b'{"path": "\\"seq_id\\": 5, ", "seq_id" : 4 , "model_id" : "m"',
+    ],
+)
+def test_a_body_that_breaks_off_keeps_the_place_that_it_tells(raw: bytes):
+    with pytest.raises(Malformed, match="the body is not valid JSON") as caught:
+        parse(requests.SaveWeightsRequest, raw)
+    assert (caught.value.model_id, caught.value.seq_id) == ("m", 4)
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"model_id": "m", "seq_id": 12', b'{"seq_id": 1,', b'{"model_id": "\xff", "seq_id": 1,']
+)
+def test_a_body_that_breaks_off_before_it_tells_its_place(raw: bytes):
+    with pytest.raises(UserError, match="the body is not valid JSON") as caught:
+        parse(requests.SaveWeightsRequest, raw)
+    assert not isinstance(caught.value, Malformed)
 
 
 @pytest.mark.parametrize(

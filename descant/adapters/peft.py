@@ -1,0 +1,59 @@
+"""A row ⇄ tensors under PEFT's names, of the adapter's true rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from descant.adapters.layout import Layouts
+from descant.errors import ServerError, UserError
+from descant.types import Lora
+
+
+def export_row(row: torch.Tensor, layouts: Layouts, lora: Lora) -> dict[str, torch.Tensor]:
+    """A row [row] of the bucket of ``lora.rank`` → ``base_model.model.{site}.lora_A.weight`` [r, in] and
+    ``….lora_B.weight`` [out, r], of the true rank, trained groups only; contiguous copies. Works for weights and for
+    moments alike."""
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in _parts(row, layouts, lora)}
+
+
+def import_row(tensors: Mapping[str, torch.Tensor], layouts: Layouts, lora: Lora, out: torch.Tensor) -> None:
+    """The reverse, into ``out`` [row] (zero elsewhere). Missing, unexpected or misshapen names: ``UserError``, and
+    ``out`` is as it was."""
+    parts = dict(_parts(out, layouts, lora))
+    if missing := sorted(parts.keys() - tensors.keys()):
+        raise UserError(f"the checkpoint lacks {_some(missing)}, which an adapter of rank {lora.rank} has here")
+    if unexpected := sorted(tensors.keys() - parts.keys()):
+        raise UserError(f"the checkpoint has {_some(unexpected)}, which this base model or this adapter has not")
+    for name, part in parts.items():
+        if tensors[name].shape != part.shape:
+            raise UserError(
+                f"the checkpoint's {name} has shape {tuple(tensors[name].shape)}, expected {tuple(part.shape)}"
+            )
+    out.zero_()
+    for name, part in parts.items():
+        part.copy_(tensors[name])
+
+
+def _parts(row: torch.Tensor, layouts: Layouts, lora: Lora) -> list[tuple[str, torch.Tensor]]:
+    """Views of ``row`` of the adapter's true rank, under PEFT's names."""
+    layout = layouts.of(lora)
+    rank_bucket = layout.rank_bucket
+    if row.shape != (layout.row,):
+        raise ServerError(f"a row of rank bucket {rank_bucket} has shape ({layout.row},), got {tuple(row.shape)}")
+    parts = []
+    for site, a, b, trains in zip(layouts.sites, layout.a_offset, layout.b_offset, layouts.trained(lora), strict=True):
+        if not trains:
+            continue
+        prefix = f"base_model.model.{site.name}"
+        a_RI = row[a : a + rank_bucket * site.in_features].view(rank_bucket, site.in_features)
+        b_OR = row[b : b + rank_bucket * site.out_features].view(site.out_features, rank_bucket)
+        parts.append((f"{prefix}.lora_A.weight", a_RI[: lora.rank]))
+        parts.append((f"{prefix}.lora_B.weight", b_OR[:, : lora.rank]))
+    return parts
+
+
+def _some(names: Collection[str]) -> str:
+    first = ", ".join(list(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"

@@ -1,0 +1,158 @@
+"""A batch over the KV pages as the layers see it on CUDA: everything that varies lies behind one number.
+
+``PagedBatch`` stands where a ``ForwardBatch`` would for attention, and where a ``LoraBatch`` would for the linear
+layers. What belongs to one layer (its pages) hangs on its attention module as tensors (``bind``). So all layers of a
+kind are one program to the compiler, and one program serves decode steps of any number of rows, adapters and KV splits,
+and prefill.
+
+A decode step is one token a sequence, everything that varies in tensors that stay where they are: it can be captured
+once and replayed. Layers that are joined (``MultiLoraLinear.join``) are one product here too.
+
+Legend: N sequences (rows), W width of the page table, C tiles or KV splits, S sites, H fused LoRA-A columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from descant.adapters.bank import AdapterBank
+from descant.adapters.slots import RowRef
+from descant.model.forward_batch import ForwardBatch, Handles, KVPool
+from descant.types import SCALE_NUMERATOR
+
+TILE_ROWS = 16
+"""Rows of one adapter that are computed together in a decode step,"""
+
+PREFILL_TILE_ROWS = 64
+"""and in prefill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeMetadata:
+    """``table_NW`` int32. ``splits_C5`` and ``partials_N2`` int32: see ``kv_splits``; ``num_splits`` of them are looked
+    at (a row of -1: nothing), ``num_partials`` 0 if every sequence is one split."""
+
+    table_NW: torch.Tensor
+    splits_C5: torch.Tensor
+    partials_N2: torch.Tensor
+    num_splits: int
+    num_partials: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketTiles:
+    """The rows of one rank bucket. ``tiles_C5`` int32: first row, end row (at most ``tile_rows`` on), slot, scale (the
+    bits of a float32), first fused LoRA-A column (read where the batch is ``lora_a_fused``); a tile without rows does
+    nothing. ``slab``: the bucket's compute copies, flat; ``row``: elements of one. ``offsets``: by the sites of a
+    product, int64 [S, 2], where their A and B begin in a row."""
+
+    rank_bucket: int
+    slab: torch.Tensor
+    row: int
+    tiles_C5: torch.Tensor
+    tile_rows: int
+    offsets: Mapping[tuple[int, ...], torch.Tensor]
+
+
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
+class PagedBatch:
+    """Layers read ``handle`` and nothing else of it; its maker keeps it until they have run. Rows in no
+    tile of ``adapters`` use the base alone. ``lora_a_fused``: all their A's lie behind the weights
+    (``model.fused_lora_a``)."""
+
+    attention: DecodeMetadata | ForwardBatch
+    adapters: tuple[BucketTiles, ...]
+    lora_a_fused: bool = False
+    handle: torch.Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.handle = PAGED_BATCHES.take(self)
+
+
+PAGED_BATCHES: Handles[PagedBatch] = Handles()
+
+
+def kv_splits(positions_N: NDArray[np.int64], split_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The keys before each sequence's new token (at ``positions_N``), cut every ``split_tokens``.
+
+    [C, 5]: row, first key, end key, position of the new token, number of its partial output (-1: it is all there is of
+    the sequence). Longest first: programs begin in this order, and what is left for the end is small. A sequence's last
+    split ends at its position; it may be empty. [N, 2]: each row's first partial output and how many."""
+    counts = np.maximum(1, -(-positions_N // split_tokens))
+    rows = np.repeat(np.arange(len(positions_N)), counts)
+    begin = (np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]) * split_tokens
+    end = np.minimum(begin + split_tokens, positions_N[rows])
+    partials = np.where(counts > 1, counts, 0)
+    first_partial = np.cumsum(partials) - partials
+    partial = np.where(partials[rows] > 0, first_partial[rows] + begin // split_tokens, -1)
+    order = np.argsort(begin - end, kind="stable")
+    return np.stack([rows, begin, end, positions_N[rows], partial], axis=1)[order], np.stack(
+        [first_partial, partials], axis=1
+    )
+
+
+def bind(network: nn.Module, pool: KVPool) -> None:
+    """Gives each attention module its layer's pages."""
+    for module in network.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and layer < len(pool.keys) and hasattr(module, "config"):
+            module.page_keys, module.page_values = pool.keys[layer], pool.values[layer]
+
+
+def products(network: nn.Module) -> set[tuple[int, ...]]:
+    """The sites of every product of the layers."""
+    from descant.model.lora import MultiLoraLinear
+
+    return {module.sites for module in network.modules() if isinstance(module, MultiLoraLinear)}
+
+
+def site_offsets(
+    bank: AdapterBank, rank_bucket: int, products: Iterable[tuple[int, ...]], device: torch.device
+) -> dict[tuple[int, ...], torch.Tensor]:
+    """``BucketTiles.offsets``"""
+    layout = bank.layout(rank_bucket)
+    return {
+        sites: torch.tensor([(layout.a_offset[site], layout.b_offset[site]) for site in sites]).to(device)
+        for sites in products
+    }
+
+
+def add_adapters(
+    x_NI: torch.Tensor,
+    y_NO: torch.Tensor,
+    sites: tuple[int, ...],
+    widths: Sequence[int],
+    adapters: Iterable[BucketTiles],
+    *,
+    h_NH: torch.Tensor | None = None,
+) -> None:
+    """Adds to ``y_NO`` (the base's product), in place, each tile's ``scale · (x Aᵀ) Bᵀ`` at every site. ``h_NH``: the
+    fused LoRA-A columns of the base's product, with the row stride of ``y_NO``: there every tile finds its x Aᵀ."""
+    for entry in adapters:
+        from descant.model import paged_lora_kernels  # Triton: only where it is used
+
+        paged_lora_kernels.add(x_NI, y_NO, entry, entry.offsets[sites], widths, h_NH=h_NH)
+
+
+def tiles(
+    segments: Iterable[tuple[int, int, RowRef]],
+    bank: AdapterBank,
+    tile_rows: int,
+    columns: Mapping[RowRef, int] | None = None,
+) -> dict[int, list[tuple[int, int, int, int, int]]]:
+    """``BucketTiles.tiles_C5`` of each rank bucket, for rows ``start:end`` of one adapter each. ``columns``: the
+    first fused LoRA-A column of each, if they have any."""
+    found: dict[int, list[tuple[int, int, int, int, int]]] = {}
+    for start, end, row in segments:
+        scale = int(np.float32(SCALE_NUMERATOR / bank.lora(row).rank).view(np.int32))
+        column = 0 if columns is None else columns[row]
+        found.setdefault(row.rank_bucket, []).extend(
+            (first, min(first + tile_rows, end), row.slot, scale, column) for first in range(start, end, tile_rows)
+        )
+    return found

@@ -1,0 +1,531 @@
+"""Runs a ``StepPlan`` on the base model: one forward pass, then one sampled token a sequence. Torch, one thread.
+
+    plan (sequences) → sorted by adapter row → ForwardBatch(segments, pages) → decoder → wanted logits → sample
+
+Legend: T tokens of the pass, B sequences, N sequences that sample a token, S scored tokens, V vocabulary, D hidden
+size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from descant.adapters.slots import RowRef
+from descant.adapters.store import AdapterStore
+from descant.errors import ServerError
+from descant.model.base import BaseModel
+from descant.model.cpu_decoder import MAX_ROWS, CpuDecoder
+from descant.model.forward_batch import MIN_ROWS, ForwardBatch, PagedKV, Segment, to_device
+from descant.model.lora import LoraBatch
+from descant.sample.cuda_graphs import BUCKETS, DecodeGraphs, LaunchedStep, table_width
+from descant.sample.pages import pages_for
+from descant.sample.plan import SequenceOutput, SequenceStep, StepPlan
+from descant.sample.rng import uniform
+from descant.sample.sampling import LikeliestRow, RowParams, likeliest_rows, sample_tokens, score_rows
+from descant.sample.scores import PromptChunk, PromptRows
+from descant.types import Version
+
+SCORE_ROWS = 256
+"""Rows of [V] float32 logits held at once while a prompt is scored."""
+
+CHUNK_TOKENS = 256
+"""Tokens of a prompt that are computed together on CUDA when it must be the same every time,"""
+
+PASS_CHUNKS = 8
+"""and how many such chunks a pass has: of a small model, the host takes as long to launch one as the device for all."""
+
+NOT_FINITE = "the logits are not finite: the weights overflow the model's number format"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pin:
+    row: RowRef
+    count: int
+
+
+class Sampler:
+    """``step`` only runs sequences of versions that are pinned (``pin`` to ``unpin``).
+
+    Gradients are off, but never by ``inference_mode``: a row made under it could not be trained any more.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        *,
+        num_pages: int,
+        max_rows: int = BUCKETS[-1],
+        compile_decode: bool = True,
+        batch_invariant: bool = False,
+    ):
+        """Allocates the KV pool. ``max_rows``: sequences that decode at once, usually. ``compile_decode``: see
+        ``DecodeGraphs``.
+
+        ``batch_invariant``: a sequence's bits do not depend on what else is in its steps. Products then have a number
+        of rows that picks the same kernel every time, padded: multiples of ``MIN_ROWS`` for
+        each adapter in float32 on CPU (bf16 needs nothing); on CUDA a prefill is always of ``PASS_CHUNKS`` chunks of
+        ``CHUNK_TOKENS`` (where the model is not packable of one), and decode steps have all their rows. The scheduler's
+        ``chunk_tokens`` must be ``chunk_tokens`` of here."""
+        self._model = model
+        self._adapters: AdapterStore = model.bank
+        self._batch_invariant = batch_invariant
+        on_cuda = model.device.type == "cuda"
+        self.chunk_tokens = CHUNK_TOKENS if batch_invariant and on_cuda else None
+        self._multiple = 1
+        if batch_invariant and (on_cuda or model.dtype == torch.float32):
+            self._multiple = CHUNK_TOKENS if on_cuda else MIN_ROWS
+        num_padding_pages = pages_for(self._multiple) if self._multiple > 1 else 0
+        self._padding_pages = tuple(range(num_pages, num_pages + num_padding_pages))
+        self._pins: dict[Version, _Pin] = {}
+        self._decode: DecodeGraphs | None = None
+        self._cpu_decoder: CpuDecoder | None = None
+        self._ahead: LaunchedStep | None = None
+        if model.device.type == "cuda" and model.packable and not model.sharded:
+            self._pool = model.make_kv_pool(num_pages + max(1, num_padding_pages))
+            self._decode = DecodeGraphs(
+                model,
+                self._pool,
+                dummy_page=num_pages,
+                table_width=table_width(model, num_pages),
+                max_rows=max_rows,
+                compiled=compile_decode,
+                batch_invariant=batch_invariant,
+            )
+        else:
+            self._pool = model.make_kv_pool(num_pages + num_padding_pages)
+            model.prepack_weights()
+            if model.packable and not model.sharded:  # its ranks make one pass a step, each layer whole for a moment
+                self._cpu_decoder = CpuDecoder.of(model, self._pool)
+
+    def warm_up(self) -> None:
+        """What the first requests would wait for otherwise: compiling and capturing, on CUDA."""
+        if self._decode is not None:
+            self._decode.warm_up()
+
+    def pin(self, version: Version | None, count: int = 1) -> None:
+        """Pins a version's row for so many requests, before ``Scheduler.add``; ``NotFound`` if it was never published.
+        ``unpin`` for each when it has ended (last delta, failure, cancel), was refused, or is with another version.
+        None, the base model, needs no row: both do nothing."""
+        if version is None:
+            return
+        if version in self._pins:
+            self._pins[version].count += count
+        else:
+            self._pins[version] = _Pin(row=self._adapters.pin_version(version), count=count)
+
+    def unpin(self, version: Version | None, count: int = 1) -> None:
+        if version is None:
+            return
+        pin = self._pins[version]
+        pin.count -= count
+        if pin.count == 0:
+            del self._pins[version]
+            self._adapters.unpin_version(version)
+
+    @torch.no_grad()
+    def step(self, plan: StepPlan) -> list[SequenceOutput]:
+        """Sorts the sequences by adapter, prefills and decodes in one pass (one a pass where the model is not
+        packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
+        and returns in the plan's order. Draft tokens are computed as if they had been sampled. Of a sequence that comes
+        several times, with chunk after chunk of its prompt, each finds the keys of those before it."""
+        if self._decode is not None:
+            outputs = self._run_graphs(self._decode, plan.sequences)
+        elif self._cpu_decoder is not None:
+            outputs = self._run_cpu_decoder(self._cpu_decoder, plan.sequences)
+        elif self._model.packable:
+            outputs = self._run(sorted(plan.sequences, key=self._order))
+        else:
+            outputs = [output for sequence in plan.sequences for output in self._run([sequence])]
+        by_sequence: dict[int, list[SequenceOutput]] = defaultdict(list)
+        for output in reversed(outputs):  # nothing changes the order of a sequence's own
+            by_sequence[output.sequence].append(output)
+        return [by_sequence[sequence.sequence].pop() for sequence in plan.sequences]
+
+    def _order(self, sequence: SequenceStep) -> tuple[int, int]:
+        return _row_order(self._row(sequence))
+
+    def _row(self, sequence: SequenceStep) -> RowRef | None:
+        if sequence.version is None:
+            return None
+        pin = self._pins.get(sequence.version)
+        if pin is None:
+            raise ServerError(f"a step names {sequence.version}, which no request has pinned")
+        return pin.row
+
+    def _run_graphs(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """What the device did ahead is taken where it serves; the rest is computed now. A step of decoding sequences
+        only is followed by the next, ahead, before its own result is waited for.
+
+        What was ahead when a request moved is of the version before, and is reported as that: the device has read those
+        weights, or reads them before anything that takes their row. The step after is the new version's."""
+        launched, self._ahead = self._ahead, None
+        goes_on = True
+        others: list[SequenceStep] = []
+        served: list[tuple[tuple[int, int], int, RowRef | None, SequenceStep]] = []
+        fresh: list[tuple[RowRef | None, SequenceStep]] = []
+        version, row, order = None, None, _row_order(None)
+        for sequence in sequences:
+            if not self._is_graphs(sequence):
+                others.append(sequence)
+                continue
+            # Top-k and top-p are sampled on the host, so the device does not know the next token (nor where it was
+            # sampled before); and the step after would write over the logits that alternatives are taken from.
+            if sequence.topk or _is_cut(sequence) or not sequence.sample:
+                goes_on = False
+            if sequence.version is not version:  # most often it is the one of the sequence before
+                version, row = sequence.version, self._row(sequence)
+                order = _row_order(row)
+            index = None if launched is None else launched.index(sequence)
+            if index is None:
+                fresh.append((row, sequence))
+            else:
+                served.append((order, index, row, sequence))
+        goes_on = goes_on and not others
+
+        outputs: list[SequenceOutput] = []
+        if launched is not None and served:
+            served.sort()  # no two have the same index
+            kept = [(index, sequence) for _, index, _, sequence in served]
+            if goes_on and not fresh:
+                self._ahead = graphs.launch_ahead(launched, kept, [row for _, _, row, _ in served])
+            outputs += self._collect(launched, kept)
+        fresh.sort(key=lambda pair: _row_order(pair[0]))
+        for first in range(0, len(fresh), graphs.max_rows):
+            part = fresh[first : first + graphs.max_rows]
+            rows, chosen = [row for row, _ in part], [sequence for _, sequence in part]
+            kept = list(enumerate(chosen))
+            launched = graphs.launch(chosen, rows)
+            if goes_on and len(part) == len(sequences):
+                self._ahead = graphs.launch_ahead(launched, kept, rows)
+            outputs += self._collect(launched, kept)
+        others.sort(key=self._order)
+        if self._batch_invariant:
+            for first in range(0, len(others), PASS_CHUNKS):
+                outputs += self._run_chunks(graphs, others[first : first + PASS_CHUNKS])
+            return outputs
+        return outputs + (self._run(others) if others else [])
+
+    def _is_graphs(self, sequence: SequenceStep) -> bool:
+        """A graph computes its step."""
+        if self._batch_invariant:  # output tokens always, prompts never
+            return sequence.is_output and len(sequence.tokens) == 1
+        return not sequence.draft and _decodes(sequence)
+
+    def _collect(self, launched: LaunchedStep, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
+        """What its rows sampled. Those with top-k or top-p are sampled here."""
+        decoded = launched.wait()
+        chosen, sequences = [index for index, _ in rows], [sequence for _, sequence in rows]
+        tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
+
+        def logits(wanted: Sequence[int]) -> torch.Tensor:
+            return self._model.lm_head.scaled(launched.step.logits_NV[[chosen[n] for n in wanted]])
+
+        cut = [n for n, sequence in enumerate(sequences) if sequence.sample and _is_cut(sequence)]
+        for part in _parts(cut, singly=self._batch_invariant):
+            tokens_M, logprobs_M = sample_tokens(logits(part), [_params(sequences[n]) for n in part])
+            for n, token, logprob in zip(part, tokens_M.tolist(), logprobs_M.tolist(), strict=True):
+                tokens[n], logprobs[n] = token, logprob
+        return _outputs(sequences, launched.versions(chosen), tokens, logprobs, logits, singly=self._batch_invariant)
+
+    def _run_cpu_decoder(self, cpu_decoder: CpuDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """Draft tokens are rows like sequences, each with one key more: a step writes all keys before it reads any, and
+        a row reads those up to its own."""
+        sampled: list[SequenceOutput] = []
+        decoding = sorted((s for s in sequences if _decodes(s)), key=self._order)
+        rows = [row for sequence in decoding for row in _rows(sequence)]
+        for first in range(0, len(rows), MAX_ROWS):
+            part = rows[first : first + MAX_ROWS]
+            logits_NV = cpu_decoder.logits(
+                [s.tokens[0] for s in part],
+                [s.context for s in part],
+                [s.pages for s in part],
+                [self._row(s) for s in part],
+            )
+            sampled += _sampled(part, logits_NV)
+        others = sorted((s for s in sequences if not _decodes(s)), key=self._order)
+        return _verified(decoding, sampled) + (self._run(others) if others else [])
+
+    def _padding(self, version: Version | None, num_tokens: int) -> SequenceStep:
+        """Tokens that belong to no sequence."""
+        return SequenceStep(
+            sequence=-1,
+            version=version,
+            tokens=(0,) * num_tokens,
+            context=0,
+            pages=self._padding_pages[: pages_for(num_tokens)],
+            sample=False,
+            temperature=0.0,
+            top_k=-1,
+            top_p=1.0,
+            seed=0,
+            rng_offset=0,
+        )
+
+    def _padded(self, sequences: Sequence[SequenceStep]) -> list[SequenceStep]:
+        """With every adapter's tokens padded to a multiple."""
+        padded: list[SequenceStep] = []
+        for _, group in groupby(sequences, key=self._row):
+            members = list(group)
+            padded += members
+            if missing := -sum(map(_num_inputs, members)) % self._multiple:
+                padded.append(self._padding(members[0].version, missing))
+        return padded
+
+    def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """Padding has outputs too."""
+        if self._multiple > 1:
+            sequences = self._padded(sequences)
+        starts, hidden_TD, lora = self._hidden(sequences)
+        outputs = self._sample(sequences, starts, hidden_TD, lora)
+        return self._scored(sequences, starts, outputs, hidden_TD, lora)
+
+    def _run_chunks(self, graphs: DecodeGraphs, chunks: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """One pass of at most ``PASS_CHUNKS`` prompts' chunks, sorted by adapter. It always has room for as many: each
+        chunk begins at a multiple of its length and is padded behind, then come chunks of padding. So the base's
+        products have one shape, an adapter's tiles are cut alike wherever the chunk lies, and attention is each
+        sequence's own. Likewise a token is sampled after each chunk, and used where one is wanted."""
+        room = self.chunk_tokens
+        assert room is not None
+        padding = [self._padding(None, room)] * (PASS_CHUNKS - len(chunks))
+        sequences = [*chunks, *padding]
+        padded: list[SequenceStep] = []
+        for sequence in sequences:
+            padded.append(sequence)
+            if missing := room - len(sequence.tokens):
+                padded.append(self._padding(sequence.version, missing))
+        _, hidden_TD, lora = self._hidden(padded)
+        starts = range(0, PASS_CHUNKS * room, room)
+        outputs = [_output(chunk, None) for chunk in chunks]
+        if sampling := [(index, chunk) for index, chunk in enumerate(chunks) if chunk.sample]:
+            last_N = torch.tensor([start + len(s.tokens) - 1 for start, s in zip(starts, sequences, strict=True)])
+            hidden_ND = hidden_TD.index_select(0, to_device(last_N, self._model.device))
+            launched = graphs.sample(hidden_ND, sequences, [self._row(sequence) for sequence in sequences])
+            for (index, _), output in zip(sampling, self._collect(launched, sampling), strict=True):
+                outputs[index] = output
+        return self._scored(chunks, starts[: len(chunks)], outputs, hidden_TD, lora)
+
+    def _hidden(self, sequences: Sequence[SequenceStep]) -> tuple[list[int], torch.Tensor, LoraBatch | None]:
+        """Where each begins in the stream, the stream's hidden states [T, D], and its adapters for the head."""
+        device = self._model.device
+        starts: list[int] = []
+        tokens: list[int] = []
+        positions: list[int] = []
+        for sequence in sequences:
+            starts.append(len(tokens))
+            tokens += (*sequence.tokens, *sequence.draft)
+            positions += range(sequence.context, sequence.context + _num_inputs(sequence))
+        decoder_forward = self._model.decoder_forward if self._decode is None else self._decode.prefill
+        tokens_T, positions_T = (to_device(torch.tensor(x), device) for x in (tokens, positions))
+        hidden_TD, lora = decoder_forward(tokens_T, positions_T, self._pass(sequences))
+        return starts, hidden_TD, lora
+
+    def _pass(self, sequences: Sequence[SequenceStep]) -> ForwardBatch:
+        segments: list[Segment] = []
+        end = 0
+        for sequence in sequences:
+            start, end = end, end + _num_inputs(sequence)
+            row = self._row(sequence)
+            if row is None:
+                continue
+            if segments and segments[-1].row == row:
+                start = segments.pop().start
+            segments.append(Segment(start=start, end=end, row=row))
+        page_table = torch.zeros(len(sequences), max(len(s.pages) for s in sequences), dtype=torch.int64)
+        for index, sequence in enumerate(sequences):
+            page_table[index, : len(sequence.pages)] = torch.tensor(sequence.pages)
+        return ForwardBatch(
+            seq_lens=tuple(_num_inputs(s) for s in sequences),
+            segments=tuple(segments),
+            kv=PagedKV(
+                pool=self._pool,
+                page_table=to_device(page_table, self._model.device),
+                context_lens=tuple(s.context for s in sequences),
+            ),
+        )
+
+    def _sample(
+        self, sequences: Sequence[SequenceStep], starts: Sequence[int], hidden_TD: torch.Tensor, lora: LoraBatch | None
+    ) -> list[SequenceOutput]:
+        """One output a sequence, with a token where one is wanted."""
+        outputs = [_output(s, None) for s in sequences]
+        sampling = [index for index, sequence in enumerate(sequences) if sequence.sample]
+        if not sampling:
+            return outputs
+        wanted: list[int] = []
+        own: list[int] = []
+        for _, group in groupby(sampling, key=lambda index: self._row(sequences[index])):
+            first = len(wanted)
+            for index in group:
+                last = starts[index] + len(sequences[index].tokens) - 1
+                wanted += range(last, last + 1 + len(sequences[index].draft))
+            own += range(first, len(wanted))
+            if self._multiple > 1:
+                wanted += wanted[-1:] * (-(len(wanted) - first) % MIN_ROWS)
+        logits_NV = self._model.lm_head.logits_at(hidden_TD, lora, torch.tensor(wanted))
+        if len(own) < len(wanted):
+            logits_NV = logits_NV[own]
+        chosen = [sequences[index] for index in sampling]
+        sampled = _sampled([row for sequence in chosen for row in _rows(sequence)], logits_NV)
+        for index, output in zip(sampling, _verified(chosen, sampled), strict=True):
+            outputs[index] = output
+        return outputs
+
+    def _scored(
+        self,
+        sequences: Sequence[SequenceStep],
+        starts: Sequence[int],
+        outputs: Sequence[SequenceOutput],
+        hidden_TD: torch.Tensor,
+        lora: LoraBatch | None,
+    ) -> list[SequenceOutput]:
+        """The outputs, with what is asked of prompts."""
+        scored: list[SequenceOutput] = []
+        for sequence, start, output in zip(sequences, starts, outputs, strict=True):
+            if sequence.prompt is not None:
+                rows = self._score(sequence.prompt, start + sequence.prompt.skip, hidden_TD, lora)
+                output = _output(sequence, NOT_FINITE) if rows is None else replace(output, prompt=rows)
+            scored.append(output)
+        return scored
+
+    def _score(
+        self, chunk: PromptChunk, start: int, hidden_TD: torch.Tensor, lora: LoraBatch | None
+    ) -> PromptRows | None:
+        """Row r of the chunk is the stream's token ``start + r``. None: not finite."""
+        parts: list[PromptRows] = []
+        for first in range(0, chunk.num_rows, SCORE_ROWS):
+            last = min(first + SCORE_ROWS, chunk.num_rows)
+            rows_S = torch.arange(start + first, start + last)
+            if missing := -len(rows_S) % self._multiple:
+                rows_S = torch.cat([rows_S, rows_S[-1:].expand(missing)])
+            logits_SV = self._model.lm_head.logits_at(hidden_TD, lora, rows_S)[: last - first]
+            part = score_rows(chunk, first, last, logits_SV)
+            if not np.isfinite(part.logprobs).all():
+                return None
+            parts.append(part)
+        return PromptRows.joined(parts)
+
+
+def _sampled(sequences: Sequence[SequenceStep], logits_NV: torch.Tensor) -> list[SequenceOutput]:
+    """Row n is sequence n's."""
+    tokens_N, logprobs_N = sample_tokens(logits_NV, [_params(sequence) for sequence in sequences])
+    versions = [sequence.version for sequence in sequences]
+    return _outputs(sequences, versions, tokens_N.tolist(), logprobs_N.tolist(), lambda wanted: logits_NV[wanted])
+
+
+def _outputs(
+    sequences: Sequence[SequenceStep],
+    versions: Sequence[Version | None],
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    logits: Callable[[list[int]], torch.Tensor],
+    *,
+    singly: bool = False,
+) -> list[SequenceOutput]:
+    """What was sampled by ``versions``, where that is wanted, with the likeliest tokens where they are. ``logits``
+    float32 of the rows asked for."""
+    finite = [math.isfinite(logprob) for logprob in logprobs]
+    topk: dict[int, LikeliestRow] = {}
+    wanted = [n for n, sequence in enumerate(sequences) if sequence.topk and sequence.sample and finite[n]]
+    for part in _parts(wanted, singly=singly):
+        asked = [(sequences[n].temperature, sequences[n].topk) for n in part]
+        topk |= zip(part, likeliest_rows(logits(part), asked), strict=True)
+    return [
+        SequenceOutput(
+            sequence=sequence.sequence,
+            version=version,
+            tokens=(tokens[n],),
+            logprobs=(logprobs[n],),
+            topk=(topk[n],) if sequence.topk else (),
+        )
+        if finite[n] and sequence.sample
+        else SequenceOutput(sequence=sequence.sequence, version=version, error=None if finite[n] else NOT_FINITE)
+        for n, (sequence, version) in enumerate(zip(sequences, versions, strict=True))
+    ]
+
+
+def _parts(rows: list[int], *, singly: bool) -> list[list[int]]:
+    """What torch computes at once of these rows, in which the bits of each may depend on how many there are."""
+    if singly:
+        return [[row] for row in rows]
+    return [rows] if rows else []
+
+
+def _output(sequence: SequenceStep, error: str | None) -> SequenceOutput:
+    """Without a token."""
+    return SequenceOutput(sequence=sequence.sequence, version=sequence.version, error=error)
+
+
+def _num_inputs(sequence: SequenceStep) -> int:
+    return len(sequence.tokens) + len(sequence.draft)
+
+
+def _rows(sequence: SequenceStep) -> list[SequenceStep]:
+    """The step as steps without drafts: its last token, and each draft token behind it."""
+    if not sequence.draft:
+        return [sequence]
+    return [
+        replace(
+            sequence,
+            tokens=(token,),
+            context=sequence.context + index,
+            rng_offset=sequence.rng_offset + index,
+            draft=(),
+        )
+        for index, token in enumerate((*sequence.tokens, *sequence.draft))
+    ]
+
+
+def _verified(sequences: Sequence[SequenceStep], sampled: Sequence[SequenceOutput]) -> list[SequenceOutput]:
+    """``sampled`` from each of the sequences' ``_rows``, in their order: accepted as long as a row's input token is
+    what the row before it sampled."""
+    outputs: list[SequenceOutput] = []
+    end = 0
+    for sequence in sequences:
+        start, end = end, end + 1 + len(sequence.draft)
+        rows = [sampled[start]]
+        for token, row in zip(sequence.draft, sampled[start + 1 : end], strict=True):
+            if rows[-1].tokens != (token,):
+                break
+            rows.append(row)
+        if len(rows) == 1 or rows[-1].error is not None:
+            outputs.append(rows[-1])
+            continue
+        outputs.append(
+            SequenceOutput(
+                sequence=sequence.sequence,
+                version=sequence.version,
+                tokens=tuple(token for row in rows for token in row.tokens),
+                logprobs=tuple(logprob for row in rows for logprob in row.logprobs),
+                topk=tuple(likely for row in rows for likely in row.topk),
+            )
+        )
+    return outputs
+
+
+def _decodes(sequence: SequenceStep) -> bool:
+    """One token in, one token out."""
+    return len(sequence.tokens) == 1 and sequence.sample and sequence.prompt is None
+
+
+def _is_cut(sequence: SequenceStep) -> bool:
+    return sequence.temperature > 0 and (sequence.top_k > 0 or sequence.top_p < 1)
+
+
+def _row_order(row: RowRef | None) -> tuple[int, int]:
+    return (0, 0) if row is None else (row.rank_bucket, row.slot)
+
+
+def _params(sequence: SequenceStep) -> RowParams:
+    return RowParams(
+        temperature=sequence.temperature,
+        top_k=sequence.top_k,
+        top_p=sequence.top_p,
+        uniform=uniform(sequence.seed, sequence.rng_offset),
+    )
