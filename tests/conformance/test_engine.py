@@ -45,6 +45,7 @@ class TestReplica(EngineSuite):
             yield Backend(facts=replica.facts, trainer=replica, engine=replica)
 
 
+@pytest.mark.crashes
 class TestReplicaOfTwoRanks(EngineSuite):
     @pytest.fixture
     async def backend(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Backend]:

@@ -58,6 +58,7 @@ class TestReplica(TrainerSuite):
             yield replica
 
 
+@pytest.mark.crashes
 class TestReplicaOfTwoRanks(TrainerSuite):
     @pytest.fixture
     async def trainer(self, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:

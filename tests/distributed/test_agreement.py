@@ -12,6 +12,8 @@ from descant.distributed.failure import DistributedFailure, RankRow
 from descant.errors import ServerError
 from descant.testing.gloo import Run, Zygote
 
+pytestmark = pytest.mark.crashes
+
 HERE = "tests.distributed.agreements:"
 
 

@@ -14,6 +14,8 @@ from descant.distributed.mesh import Group
 from descant.testing.gloo import Zygote
 from tests.distributed.test_agreement import failures, slowest
 
+pytestmark = pytest.mark.crashes
+
 HERE = "tests.distributed.programs:"
 
 

@@ -14,6 +14,8 @@ from descant.distributed.failure import COORDINATOR, DistributedFailure
 from descant.testing.faults import POINTS, Case, all_cases, check_run, short_cases
 from descant.testing.gloo import RankOutcome, Run
 
+pytestmark = pytest.mark.crashes
+
 ROOT = Path(__file__).parents[2]
 CASE = Case(kind="kill", where="step[0]/load", rank=1, world=3)
 FAILURE = DistributedFailure(failed_ranks=(1,), where="step[0]/load", cause="rank 1 was killed by SIGKILL")

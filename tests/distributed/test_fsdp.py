@@ -10,6 +10,8 @@ import pytest
 from descant.testing.gloo import Zygote
 from descant.testing.tiny import tiny_model
 
+pytestmark = pytest.mark.crashes
+
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[Zygote]:

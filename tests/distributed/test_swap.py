@@ -12,6 +12,8 @@ from descant.testing.learner import LearnerHarness, rl_datum
 from descant.testing.tiny import tiny_model
 from descant.types import AdamParams
 
+pytestmark = pytest.mark.crashes
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

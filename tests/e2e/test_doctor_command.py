@@ -11,9 +11,13 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from descant.doctor import ServerReport
 from descant.testing.server import END_S, START_S, Server, serve
 from descant.testing.tiny import tiny_model
+
+pytestmark = pytest.mark.crashes
 
 KEY = "tml-a-key-of-alice"
 

@@ -20,6 +20,8 @@ from tinker import types
 from descant.testing.server import END_S, serve
 from descant.testing.tiny import tiny_model
 
+pytestmark = pytest.mark.crashes
+
 FULL = "the data directory is full"
 
 

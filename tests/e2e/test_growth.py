@@ -14,6 +14,8 @@ from tinker import types
 from descant.testing.server import END_S, Server, serve
 from descant.testing.tiny import tiny_model
 
+pytestmark = pytest.mark.crashes
+
 KEY = "tml-alice"
 CYCLES = 60
 

@@ -15,6 +15,8 @@ from descant.testing.server import END_S, START_S, Server, serve
 from descant.testing.tiny import tiny_model
 from tests.e2e.test_replicas import GREEDY, PROMPT, losses, ready, train
 
+pytestmark = pytest.mark.crashes
+
 NOTICED_S = 5.0
 
 

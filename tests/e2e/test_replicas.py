@@ -20,6 +20,8 @@ from tinker import types
 from descant.testing.server import END_S, START_S, Server, serve
 from descant.testing.tiny import tiny_model
 
+pytestmark = pytest.mark.crashes
+
 ADAM = types.AdamParams(learning_rate=1e-2)
 GREEDY = types.SamplingParams(max_tokens=5, temperature=0.0)
 PROMPT = types.ModelInput.from_ints([10, 11, 12])

@@ -18,6 +18,8 @@ from tinker import types
 from descant.testing.server import END_S, START_S, Server, serve
 from descant.testing.tiny import tiny_model
 
+pytestmark = pytest.mark.crashes
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ALWAYS = "made: lint types test"
-TIERS = ["test-ray", "test-sdks", "test-recipes"]
+TIERS = ["test-crashes", "test-ray", "test-sdks", "test-recipes"]
 
 
 def git(repository: Path, *command: str, hours_ago: float = 0) -> str:
@@ -44,8 +44,8 @@ class Repository:
         git(self.path, "commit", "-q", "--allow-empty", "-m", "x", hours_ago=hours_ago)
         return git(self.path, "rev-parse", "HEAD")
 
-    def run(self, base: str = "", fails: str = "nothing") -> tuple[int, list[str]]:
-        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "FAILS": fails, "CI_TIERS": "changed"}
+    def run(self, base: str = "", fails: str = "nothing", tiers: str = "changed") -> tuple[int, list[str]]:
+        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "FAILS": fails, "CI_TIERS": tiers}
         environment.pop("CI_BASE", None)
         if base:
             environment["CI_BASE"] = base
@@ -71,13 +71,14 @@ def not_run(lines: list[str]) -> set[str]:
     [
         ("docs/serve.md", []),
         ("tests/unit/wire/test_wire_decode.py", []),
-        ("descant/distributed/coordinator/state.py", ["test-ray"]),
-        ("descant/ranks/ray_rank.py", ["test-ray", "test-recipes"]),
+        ("descant/distributed/coordinator/state.py", ["test-crashes", "test-ray"]),
+        ("descant/ranks/ray_rank.py", ["test-crashes", "test-ray", "test-recipes"]),
         ("tests/cluster/conftest.py", ["test-ray"]),
-        ("constraints.txt", ["test-ray"]),
-        ("descant/wire/requests.py", ["test-sdks", "test-recipes"]),
-        ("descant/train/loss.py", ["test-sdks", "test-recipes"]),
-        ("descant/types.py", ["test-sdks", "test-recipes"]),
+        ("tests/e2e/test_serve_command.py", ["test-crashes"]),
+        ("constraints.txt", ["test-crashes", "test-ray"]),
+        ("descant/wire/requests.py", ["test-crashes", "test-sdks", "test-recipes"]),
+        ("descant/train/loss.py", ["test-crashes", "test-sdks", "test-recipes"]),
+        ("descant/types.py", ["test-crashes", "test-sdks", "test-recipes"]),
         ("descant/app.py", TIERS),
         ("tests/recipes/cookbook.py", ["test-recipes"]),
         ("constraints-sdks.txt", ["test-sdks"]),
@@ -109,10 +110,22 @@ def test_all_that_was_committed_since_counts(repository: Repository) -> None:
     assert not_run(repository.run()[1]) == {"test-recipes"}
 
 
+def test_tiers_with_an_environment_of_their_own_are_asked_for(repository: Repository) -> None:
+    repository.commit("descant/app.py", hours_ago=1)
+    code, lines = repository.run(tiers="none")
+    assert (code, lines[-1]) == (0, "made: test-crashes")
+    assert not_run(lines) == {"test-ray", "test-sdks", "test-recipes"}
+
+
+def test_every_tier_is_a_target_of_the_makefile() -> None:
+    targets = {line.split(":")[0] for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("test-")}
+    assert targets == set(TIERS)
+
+
 def test_a_base_may_be_named(repository: Repository) -> None:
     first = repository.commit("descant/distributed/coordinator/state.py", hours_ago=8)
     repository.commit("constraints-sdks.txt", hours_ago=7)
-    assert not_run(repository.run(base=first)[1]) == {"test-ray", "test-recipes"}
+    assert not_run(repository.run(base=first)[1]) == {"test-crashes", "test-ray", "test-recipes"}
 
 
 def test_where_all_is_young_all_runs(tmp_path: Path) -> None:
@@ -121,7 +134,7 @@ def test_where_all_is_young_all_runs(tmp_path: Path) -> None:
     assert not_run(repository.run()[1]) == set()
 
 
-@pytest.mark.parametrize(("fails", "made"), [("types", 1), ("test-sdks", 3)])
+@pytest.mark.parametrize(("fails", "made"), [("types", 1), ("test-sdks", 4)])
 def test_the_first_failure_is_the_end(repository: Repository, fails: str, made: int) -> None:
     repository.commit("Makefile", hours_ago=1)
     code, lines = repository.run(fails=fails)

@@ -26,6 +26,8 @@ from descant.testing.tiny import tiny_model
 from descant.testing.trainer import Model, result
 from descant.types import Lora, SnapshotRef, Version
 
+pytestmark = pytest.mark.crashes
+
 SECONDS = 10.0
 """Failures must be told well within this; a busy machine gets the benefit of the doubt."""
 

@@ -22,6 +22,8 @@ from descant.testing.scenario import Observations, assert_alike, data, run_scena
 from descant.testing.trainer import Model, datum, error, output, result, text
 from descant.types import Version
 
+pytestmark = pytest.mark.crashes
+
 NOTICED_S = 5.0
 """A rank that is dead or stopped is told of within this."""
 
