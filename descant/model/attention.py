@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from descant.errors import UserError
+from descant.errors import ServerError, UserError
 from descant.model.forward_batch import FORWARD_BATCHES, MIN_ROWS, PAGE_TOKENS, ForwardBatch, stream_rows, to_device
 from descant.model.paged_batch import PagedBatch
 
@@ -49,6 +49,9 @@ values)``."""
 
 RULES = "rules"
 """Likewise, each layer notes ``layer_idx → Rule``."""
+
+CAPTURED = "captured"
+"""With this key in ``ForwardBatch.cache``, all that is known of the sequences is on the device."""
 
 DENSE_LENGTHS = 64
 """Sequences of one length, a multiple of this, are a batch for cuDNN's kernels, which are made for Hopper: 0.15 and
@@ -322,6 +325,8 @@ def _forward(
     if _has_varlen(rule, query_THD, value_TKD):
         length = _one_length(batch, rule, query_THD)
         out_THD, logsumexp_HT = _varlen(batch, rule, *own) if length is None else _dense(rule, length, *own)
+    elif CAPTURED in batch.cache:
+        raise ServerError("attention with a soft cap, or with values of another size than keys, cannot be captured")
     else:
         out_THD, logsumexp_TH = _blocked(batch, rule, *own, want_logsumexp=want_logsumexp)
         logsumexp_HT = None if logsumexp_TH is None else logsumexp_TH.t()
@@ -753,16 +758,22 @@ def _stream(x_BHLD: torch.Tensor) -> torch.Tensor:
     return x_BHLD.transpose(1, 2).flatten(0, 1).contiguous()
 
 
-def _varlen_options(batch: ForwardBatch, rule: Rule, device: torch.device) -> tuple[_Lengths, dict[str, Any]]:
+def _varlen_options(batch: ForwardBatch, rule: Rule, device: torch.device) -> tuple[PackedLengths, dict[str, Any]]:
     """And the rule as both kernels take it."""
     if "cu_seqlens" not in batch.cache:
         batch.cache["cu_seqlens"] = _cumulative_lengths(batch, device)
     window = {} if rule.window is None else {"window_size_left": rule.window - 1, "window_size_right": 0}
-    return cast("_Lengths", batch.cache["cu_seqlens"]), {"scale": rule.scaling, **window}
+    return cast("PackedLengths", batch.cache["cu_seqlens"]), {"scale": rule.scaling, **window}
+
+
+def captured_cache(lengths: PackedLengths) -> dict[str, object]:
+    """``ForwardBatch.cache`` of a pass that is captured once and computed with other lengths each time: what
+    ``lengths``, on the device, hold by then. Attention that would need them on the host raises ``ServerError``."""
+    return {"cu_seqlens": lengths, "one_length": None, CAPTURED: True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Lengths:
+class PackedLengths:
     """Where the sequences' queries and their keys end, int32 [B + 1], and the longest of each. ``key_rows`` int64: the
     tokens of the stream that the keys are; None: the stream as it is, and as many keys as queries. With more keys than
     queries the kernel's causal mask is aligned at the end of both, as a prefix wants it."""
@@ -774,7 +785,7 @@ class _Lengths:
     key_rows: torch.Tensor | None
 
 
-def _cumulative_lengths(batch: ForwardBatch, device: torch.device) -> _Lengths:
+def _cumulative_lengths(batch: ForwardBatch, device: torch.device) -> PackedLengths:
     spans = _spans(batch)
     lengths = [span.length for span in spans]
     key_lengths = [span.context + span.length for span in spans]
@@ -786,7 +797,7 @@ def _cumulative_lengths(batch: ForwardBatch, device: torch.device) -> _Lengths:
     if batch.prefixes:
         rows_of = _sequence_rows(batch)
         key_rows = to_device(torch.cat([rows_of[span.sequence] for span in spans]), device)
-    return _Lengths(
+    return PackedLengths(
         query_ends=ends,
         key_ends=key_ends,
         longest_query=max(lengths),

@@ -93,11 +93,12 @@ class BaseModel:
         rows when the caller runs backward from the hidden states, with the base's parameters untouched.
         """
         lora = LoraBatch.of(batch, self.bank)
-        return self._decoder_forward(tokens_T, positions_T, batch, lora), lora
+        return self.hidden_states(tokens_T, positions_T, batch, lora), lora
 
-    def _decoder_forward(
+    def hidden_states(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: ForwardBatch, lora: LoraBatch | None
     ) -> torch.Tensor:
+        """``decoder_forward`` with adapters that are resolved already."""
         compiled = self.compiled and batch.kv is None and lora is not None
         self.forward_context.current = lora
         self.forward_context.num_recomputed = (
@@ -163,7 +164,7 @@ class BaseModel:
         batch, lora = ForwardBatch(seq_lens=(WARM_UP_TOKENS,)), LoraBatch(segments=())
         positions_T = torch.arange(WARM_UP_TOKENS, device=self.device)
         tokens_T = positions_T % self.facts.vocab_size
-        return tokens_T, self._decoder_forward(tokens_T, positions_T, batch, lora)
+        return tokens_T, self.hidden_states(tokens_T, positions_T, batch, lora)
 
     def _warm_up_pass(self) -> None:
         tokens_T, hidden_TD = self._warm_up_decoder()

@@ -44,7 +44,7 @@ from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Handles, to_devi
 from descant.types import SCALE_NUMERATOR
 
 if TYPE_CHECKING:
-    from descant.model.lora_kernels import Sites, Tiles
+    from descant.model.lora_kernels import Sites, Tiles, TileSegment
 
 MAX_GROUPS = 1023
 """The CUDA kernel takes fewer than 1024 groups a call."""
@@ -137,19 +137,9 @@ class _SegmentRun:
     @property
     def tiles(self) -> Tiles:
         if self._tiles is None:
-            from descant.model.lora_kernels import TileSegment, make_tiles
+            from descant.model.lora_kernels import make_tiles
 
-            segments = [
-                TileSegment(
-                    start=s.start - self.start,
-                    end=s.end - self.start,
-                    rank=s.rank_bucket,
-                    scale=s.scale,
-                    compute=_address(s.slabs.compute_SP, s.compute),
-                    gradient=None if s.gradient is None else _address(s.slabs.gradient_SP, s.gradient),
-                )
-                for s in self.segments
-            ]
+            segments = _tile_segments(self.segments, self.start)
             self._tiles = make_tiles(segments, self.end - self.start, self.slabs.compute_SP.device)
         return self._tiles
 
@@ -158,6 +148,25 @@ class _SegmentRun:
         if self._group_tensors is None:
             self._group_tensors = _GroupTensors.of(self)
         return self._group_tensors
+
+
+class _TiledRun(_SegmentRun):
+    """All tokens of a pass through our kernels, with tiles whose contents are filled in later: all that is asked of its
+    segments is asked of the device then. A site that an adapter does not train has A = B = 0 there, which adds 0."""
+
+    def __init__(self, tiles: Tiles, slabs: _Slabs, num_tokens: int, *, requires_grad: bool):
+        self.segments, self.products = (), "kernels"
+        self.start, self.end = 0, num_tokens
+        self.slabs = slabs
+        self._tiles, self._sites = tiles, {}
+        self._requires_grad = requires_grad
+
+    def trained(self, sites: Sequence[int]) -> bool:
+        return True
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._requires_grad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +209,23 @@ class _GroupTensors:
         )
 
 
+def _tile_segments(segments: Sequence[_Segment], start: int = 0) -> list[TileSegment]:
+    """Counted from token ``start``."""
+    from descant.model.lora_kernels import TileSegment
+
+    return [
+        TileSegment(
+            start=s.start - start,
+            end=s.end - start,
+            rank=s.rank_bucket,
+            scale=s.scale,
+            compute=_address(s.slabs.compute_SP, s.compute),
+            gradient=None if s.gradient is None else _address(s.slabs.gradient_SP, s.gradient),
+        )
+        for s in segments
+    ]
+
+
 def _address(slab_SP: torch.Tensor, slot: int) -> int:
     return slab_SP.data_ptr() + slot * slab_SP.shape[1] * slab_SP.itemsize
 
@@ -212,7 +238,8 @@ def _step(slots: Sequence[int]) -> int | None:
 
 
 @cache
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """Of our own, for narrow ranks."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) in WITH_SHARED_MEMORY
@@ -229,6 +256,8 @@ class LoraBatch:
     segments: tuple[_Segment, ...]
     products: Literal["auto", "loop", "grouped"] = "auto"
     handle: torch.Tensor = field(init=False, repr=False, compare=False)
+    _tiled: _TiledRun | None = None
+    """Instead of segments (``of_tiles``)."""
     _ranges: dict[tuple[int, int, Products], tuple[_SegmentRun, ...]] = field(default_factory=dict)
     _saved: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
 
@@ -271,9 +300,39 @@ class LoraBatch:
             )
         return LoraBatch(segments=tuple(segments), products=products) if segments else None
 
+    @staticmethod
+    def of_tiles(tiles: Tiles, bank: AdapterBank, num_tokens: int, *, requires_grad: bool) -> LoraBatch:
+        """Of a pass that is captured once and computed with other adapters each time (``model.pass_graphs``): what
+        ``tiles`` hold by then."""
+        rank_bucket = tiles.rank
+        slabs = _Slabs(
+            compute_SP=bank.compute_slab(rank_bucket),
+            gradient_SP=bank.gradient_slab(rank_bucket),
+            layout=bank.layout(rank_bucket),
+        )
+        lora = LoraBatch(segments=())
+        lora._tiled = _TiledRun(tiles, slabs, num_tokens, requires_grad=requires_grad)
+        return lora
+
+    def tile_segments(self) -> list[TileSegment]:
+        return _tile_segments(self.segments)
+
+    @property
+    def widest(self) -> int:
+        """Rank bucket."""
+        return max(segment.rank_bucket for segment in self.segments)
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(segment.gradient is not None for segment in self.segments)
+
     def runs(self, start: int, num_tokens: int, products: Products) -> tuple[_SegmentRun, ...]:
         """The segments cut to the stream's tokens ``start:start+num_tokens`` and counted from ``start``. Where our
         kernels take all of them, one run is all of these tokens."""
+        if self._tiled is not None:
+            if (start, num_tokens, products) != (0, self._tiled.end, "kernels"):
+                raise ServerError(f"captured adapters: {products} over {num_tokens} tokens from {start}")
+            return (self._tiled,)
         runs = self._ranges.get((start, num_tokens, products))
         if runs is None:
             cut = [
@@ -295,11 +354,13 @@ class LoraBatch:
         return LoraBatch(segments=tuple(segments), products=self.products) if segments else None
 
     def trained(self, site_index: int) -> bool:
-        return any(segment.trained[site_index] for segment in self.segments)
+        return self._tiled is not None or any(segment.trained[site_index] for segment in self.segments)
 
     def base_only(self, start: int, num_tokens: int, sites: Sequence[int]) -> list[tuple[int, int]]:
         """Of the stream's tokens ``start:start+num_tokens``, counted from ``start``: those that no adapter changes at
         ``sites``."""
+        if self._tiled is not None:  # not known: what adapters add there is 0, and is rounded with the base's part
+            return []
         found, end = [], 0
         for segment in self.segments:
             first, last = max(segment.start - start, 0), min(segment.end - start, num_tokens)
@@ -848,7 +909,7 @@ def _products(x_TI: torch.Tensor, widths: Sequence[int], lora: LoraBatch) -> Pro
         and all(width % 8 == 0 for width in widths)
     ):
         return "loop"
-    if not _has_kernels(x_TI.device):
+    if not has_kernels(x_TI.device):
         return "grouped"
     from descant.model.lora_kernels import MAX_SITES
 

@@ -341,6 +341,10 @@ def _ranks(tiles: Tiles) -> tuple[int, int]:
     return tiles.rank, max(16, tiles.rank)
 
 
+TileRow = tuple[int, int, int, int]
+"""Of ``Tiles.tiles_C4`` or ``spans_N4``."""
+
+
 class TileSegment(NamedTuple):
     """Tokens ``start:end`` of one adapter, its rank bucket, and the addresses of its rows."""
 
@@ -354,16 +358,8 @@ class TileSegment(NamedTuple):
 
 def make_tiles(segments: Sequence[TileSegment], num_tokens: int, device: torch.device) -> Tiles:
     """For all of ``num_tokens`` tokens, in one copy to the device."""
-    own, spans, base_only, end = [], [], [], 0
-    for segment in segments:
-        base_only += _cut(end, segment.start, TILE_TOKENS)
-        end = segment.end
-        kind = segment.rank | int(np.float32(segment.scale).view(np.int32)) << 32
-        own += [(*bounds, segment.compute, kind) for bounds in _cut(segment.start, end, TILE_TOKENS)]
-        if segment.gradient is not None:
-            spans += [(*bounds, segment.gradient, kind) for bounds in _cut(segment.start, end, SPAN_TOKENS)]
-    base_only += _cut(end, num_tokens, TILE_TOKENS)
-    tiles = [*own, *((*bounds, 0, 0) for bounds in base_only)]
+    own, base_only, spans = tile_rows(segments, num_tokens)
+    tiles = [*own, *base_only]
     both = to_device(torch.tensor([*tiles, *spans], dtype=torch.int64), device)
     return Tiles(
         tiles_C4=both[: len(tiles)],
@@ -371,6 +367,23 @@ def make_tiles(segments: Sequence[TileSegment], num_tokens: int, device: torch.d
         num_own=len(own),
         rank=max(segment.rank for segment in segments),
     )
+
+
+def tile_rows(segments: Sequence[TileSegment], num_tokens: int) -> tuple[list[TileRow], list[TileRow], list[TileRow]]:
+    """Of ``Tiles``: those of adapters, those of tokens without one, and spans."""
+    own: list[TileRow] = []
+    spans: list[TileRow] = []
+    base_only: list[TileRow] = []
+    end = 0
+    for segment in segments:
+        base_only += [(*bounds, 0, 0) for bounds in _cut(end, segment.start, TILE_TOKENS)]
+        end = segment.end
+        kind = segment.rank | int(np.float32(segment.scale).view(np.int32)) << 32
+        own += [(*bounds, segment.compute, kind) for bounds in _cut(segment.start, end, TILE_TOKENS)]
+        if segment.gradient is not None:
+            spans += [(*bounds, segment.gradient, kind) for bounds in _cut(segment.start, end, SPAN_TOKENS)]
+    base_only += [(*bounds, 0, 0) for bounds in _cut(end, num_tokens, TILE_TOKENS)]
+    return own, base_only, spans
 
 
 def _cut(start: int, end: int, tokens: int) -> list[tuple[int, int]]:

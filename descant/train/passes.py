@@ -22,6 +22,7 @@ from descant.model.flops import FlopCounter, peak_bytes, squares
 from descant.model.forward_batch import ForwardBatch, to_device
 from descant.model.lm_head import ChunkLoss, LmHeadOutput
 from descant.model.lora import LoraBatch
+from descant.model.pass_graphs import PassGraphs
 from descant.train.loss import SEQUENCE_LOSSES, sequence_ratio, token_loss
 from descant.train.optim import StepRow, adamw, largest
 from descant.train.pack import Item, Packed, pack, unpack
@@ -63,7 +64,8 @@ class TorchPassRunner:
         ``LmHead.logprobs``; None: the model's own."""
         self.asynchronous = model.device.type == "cuda" if asynchronous is None else asynchronous
         self._model = model
-        self._decoder_forward = decoder_forward or model.decoder_forward
+        self._graphs = PassGraphs(model)
+        self._decoder_forward = decoder_forward or self._graphs.decoder_forward
         self._logprobs = logprobs or model.lm_head.logprobs
         self._all_reduce = all_reduce
         self._seconds = seconds
@@ -109,6 +111,7 @@ class TorchPassRunner:
 
     def recover(self) -> None:
         # Out here nothing holds the activations of the pass any more, as the exception's traceback did.
+        self._graphs.clear()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
