@@ -88,6 +88,8 @@ def measure_peak_flops(
 def peak_bytes(device: torch.device) -> int:
     """Most that this process has had: on CUDA of the device's memory, else of the machine's."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        # Not by ``max_memory_allocated``, which sorts all that is counted: 0.4 ms.
+        peak_allocated: int = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"]
+        return peak_allocated
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # there in bytes
