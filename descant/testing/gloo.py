@@ -84,7 +84,7 @@ def run_ranks(
     program: Callable[..., Any],
     world: int,
     *args: Any,
-    limit_s: float = 20.0,
+    limit_s: float = 60.0,
     stop_limit_s: float = STOP_LIMIT_S,
     directory: str | None = None,
 ) -> Run:
@@ -214,7 +214,7 @@ class Zygote:
             env=environment,
         )
 
-    def run(self, program: str, world: int, *args: Any, limit_s: float = 20.0) -> Run:
+    def run(self, program: str, world: int, *args: Any, limit_s: float = 60.0) -> Run:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([program, world, args, limit_s]).encode() + b"\n")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-START_S = 180
+START_S = 300
 """Longest wait for a server to be ready."""
 
-END_S = 60
+END_S = 180
 """Longest wait for anything else."""
 
 

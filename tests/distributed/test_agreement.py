@@ -27,12 +27,6 @@ def failures(run: Run, *without: int) -> list[DistributedFailure]:
     return heard  # type: ignore[return-value]
 
 
-def slowest(run: Run, *without: int) -> float:
-    """Seconds from the fault to the last error."""
-    ends = [outcome.at for rank, outcome in enumerate(run.outcomes) if rank not in without]
-    return max(end for end in ends if end is not None) - run.marks["fault"]
-
-
 def test_values_reach_every_rank(ranks: Zygote):
     run = ranks.run(HERE + "values", 3)
     common = [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [2, 1, 0], [0, None, "ä"], 1, [True, False, True], [0, 10, 20]]
@@ -79,7 +73,6 @@ def test_a_rank_that_never_joins_is_named(ranks: Zygote):
     [failure, _] = failures(run, 1)
     assert (failure.failed_ranks, failure.where) == ((1,), "join")
     assert "absent: it never joined" in failure.cause
-    assert slowest(run, 1) < 1.0
 
 
 def test_points_of_different_groups_that_wait_for_each_other(ranks: Zygote):
@@ -87,7 +80,6 @@ def test_points_of_different_groups_that_wait_for_each_other(ranks: Zygote):
     [failure, *_] = failures(run)
     assert failure.failed_ranks == (0, 1)  # rank 2 is not in the pair: it is no witness
     assert "rank 1 at in the pair" in failure.cause
-    assert slowest(run) < 1.0
 
 
 def test_a_call_that_holds_the_interpreter_is_no_failure(ranks: Zygote):
@@ -103,7 +95,6 @@ def test_death_is_seen_where_a_child_keeps_the_sockets_open(ranks: Zygote):
     [failure] = failures(run, 1)
     assert failure.failed_ranks == (1,)
     assert "was killed by SIGKILL" in failure.cause
-    assert slowest(run, 1) < 1.0
 
 
 def test_a_blocked_rank_is_ended_by_the_watchdog(ranks: Zygote):
@@ -112,7 +103,6 @@ def test_a_blocked_rank_is_ended_by_the_watchdog(ranks: Zygote):
     assert run.report is not None
     assert (run.report.failed_ranks, run.leaked) == ((1,), ())
     assert run.report.table[0].where == "in stuck"
-    assert run.ended - run.marks["fault"] < 5.0
 
 
 def test_strangers_on_the_port_change_nothing(ranks: Zygote):
@@ -128,7 +118,6 @@ def test_a_stop_on_another_machine_is_reported_by_its_watcher(ranks: Zygote):
     assert failure.failed_ranks == (1,)
     assert "stopped by a signal" in failure.cause
     assert failure.where == "far away"
-    assert slowest(run, 1) < 2.5
 
 
 def test_the_failure_pickles_and_is_a_server_error():
@@ -155,7 +144,6 @@ def test_http_fan_out_that_fails_on_one_rank_fails_on_all(ranks: Zygote):
     [said] = {outcome.value for outcome in run.outcomes}
     assert said.startswith("(0,) step[3]/lora/publish rank 0: ")
     assert "timed out" in said
-    assert slowest(run) < 1.5
 
 
 def test_http_fan_out_under_a_deadline_names_the_engine_it_waits_for(ranks: Zygote):
@@ -163,7 +151,6 @@ def test_http_fan_out_under_a_deadline_names_the_engine_it_waits_for(ranks: Zygo
     [failure, *_] = failures(run)
     assert failure.failed_ranks == (0,)
     assert "in step[3]/lora/publish: engine 2 of 4" in failure.cause
-    assert slowest(run, 0) < 1.0
 
 
 def test_divergent_exists_is_found_at_once(ranks: Zygote, tmp_path: Path):
@@ -171,7 +158,6 @@ def test_divergent_exists_is_found_at_once(ranks: Zygote, tmp_path: Path):
     [failure, *_] = failures(run)
     assert (failure.failed_ranks, failure.where) == ((1,), "resume")
     assert "rank 1 at start afresh" in failure.cause
-    assert slowest(run) < 1.0
 
 
 def test_divergent_exists_cannot_happen_when_one_rank_decides(ranks: Zygote, tmp_path: Path):
@@ -185,4 +171,3 @@ def test_agreement_only_where_it_failed(ranks: Zygote, world: int):
     [failure, *_] = failures(run)
     assert failure.failed_ranks == ((0, 1) if world == 2 else (1,))
     assert "rank 1 at save/retry" in failure.cause
-    assert slowest(run) < 1.0

@@ -12,7 +12,7 @@ from descant.distributed.coordinator.client import WATCHDOG_EXIT_CODE
 from descant.distributed.failure import DistributedFailure
 from descant.distributed.mesh import Group
 from descant.testing.gloo import Zygote
-from tests.distributed.test_agreement import failures, slowest
+from tests.distributed.test_agreement import failures
 
 pytestmark = pytest.mark.crashes
 
@@ -30,25 +30,24 @@ def test_collectives_never_ask_for_the_default_group(gloo_ranks: Zygote):
 
 
 @pytest.mark.parametrize(
-    ("how", "names", "limit_s"),
+    ("how", "names"),
     [
-        ("swapped order", "differ from call 1 on", 1.0),
-        ("wrong root", "rank 1 step[7]/weights broadcast [4] float32 root=1", 1.0),
-        ("skipped collective", "rank 1 made 0", 1.0),
-        ("other op", "rank 1 step[7]/x all_reduce [4] float32 max", 1.0),
-        ("dies in a collective", "rank 1 was killed by SIGKILL", 1.0),
-        ("stops in a collective", "rank 1 has been stopped by a signal", 2.5),
-        ("raises beside a collective", "rank 1 raised ValueError: only here", 1.0),
-        ("late for a collective", "rank 1 is running, in step[7]", 3.5),
+        ("swapped order", "differ from call 1 on"),
+        ("wrong root", "rank 1 step[7]/weights broadcast [4] float32 root=1"),
+        ("skipped collective", "rank 1 made 0"),
+        ("other op", "rank 1 step[7]/x all_reduce [4] float32 max"),
+        ("dies in a collective", "rank 1 was killed by SIGKILL"),
+        ("stops in a collective", "rank 1 has been stopped by a signal"),
+        ("raises beside a collective", "rank 1 raised ValueError: only here"),
+        ("late for a collective", "rank 1 is running, in step[7]"),
     ],
 )
-def test_a_rank_that_goes_another_way_is_named(gloo_ranks: Zygote, how: str, names: str, limit_s: float):
+def test_a_rank_that_goes_another_way_is_named(gloo_ranks: Zygote, how: str, names: str):
     run = gloo_ranks.run(HERE + "diverge", 3, how, 1)
     [failure, *_] = failures(run, *({1} if "dies" in how or "stops" in how or "raises" in how else ()))
     assert failure.failed_ranks == (1,)
     assert names in failure.cause
     assert "step[7]" in failure.where
-    assert slowest(run, 1) < limit_s
 
 
 def test_barrier_on_the_union_group(gloo_ranks: Zygote):
@@ -57,7 +56,6 @@ def test_barrier_on_the_union_group(gloo_ranks: Zygote):
     [failure, *_] = failures(run)
     assert 1 in failure.failed_ranks
     assert "rank 1 made 1, rank 2 made 0" in failure.cause
-    assert slowest(run) < 1.0
 
 
 def test_broadcast_with_a_local_rank_as_source(gloo_ranks: Zygote):
@@ -66,7 +64,6 @@ def test_broadcast_with_a_local_rank_as_source(gloo_ranks: Zygote):
     [failure, _] = failures(run)
     assert "broadcast [4] float32 root=0" in failure.cause
     assert "broadcast [4] float32 root=1" in failure.cause
-    assert slowest(run) < 1.0
 
 
 def test_a_group_created_on_one_side_only(gloo_ranks: Zygote):
@@ -74,7 +71,6 @@ def test_a_group_created_on_one_side_only(gloo_ranks: Zygote):
     [failure, *_] = failures(run)
     assert failure.failed_ranks == (0,)
     assert '"extra": [0, 1]' in failure.cause
-    assert slowest(run) < 1.0
 
 
 def test_shapes_that_differ_are_found_before_the_call(gloo_ranks: Zygote):
@@ -113,7 +109,6 @@ def test_death_while_groups_are_made(gloo_ranks: Zygote):
     for rank in (0, 2):
         outcome = run.outcomes[rank]
         assert outcome.exit_code == WATCHDOG_EXIT_CODE or outcome.failure == run.report, outcome
-    assert run.ended - run.marks["fault"] < 5.0
 
 
 def test_fsdp2_on_a_group_of_the_mesh(gloo_ranks: Zygote):

@@ -77,5 +77,5 @@ def test_all_but_the_mesh_runs_without_torch():
     names = [f"descant.distributed.{name}" for name in sorted(files - WITH_TORCH)]
     assert files > WITH_TORCH | {"coordinator.client"}
     program = f"import importlib, sys\nfor n in {names}: importlib.import_module(n)\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=25, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("False\n", "")

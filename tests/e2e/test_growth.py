@@ -133,4 +133,4 @@ def test_quotas_are_told_at_once(server: Server, model: str) -> None:
             clients[0].save_state(name).result(END_S)
         with pytest.raises(tinker.RequestFailedError, match="you have 2 checkpoints, expected at most 2"):
             clients[0].save_state("c").result(END_S)
-        assert time.monotonic() - start < END_S / 2, "nothing of it was tried again for long"
+        assert time.monotonic() - start < 45, "nothing of it was tried again for long"

@@ -17,7 +17,7 @@ from tests.e2e.test_replicas import GREEDY, PROMPT, losses, ready, train
 
 pytestmark = pytest.mark.crashes
 
-NOTICED_S = 5.0
+NOTICED_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_what_survives_when_every_process_is_killed(model: Path, tmp_path: Path)
             loss(client)
         with pytest.raises(tinker.RequestFailedError, match="tinker://"):
             ephemeral.sample(prompt, 1, greedy).result(timeout=END_S)
-        assert time.monotonic() - began < END_S / 2
+        assert time.monotonic() - began < 45
         assert sampler.sample(prompt, 1, greedy).result(timeout=END_S).sequences[0].tokens == expected
         service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
         resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)

@@ -558,7 +558,7 @@ def test_what_the_host_must_give_up_is_written_ahead(tmp_path: Path) -> None:
         bank.prefetch([], keep=["d"])
         writing = bank["a"].writing
         assert writing is not None
-        writing.result(timeout=10)
+        writing.result(timeout=60)
     assert bank.stats()["adapters_disk"] == 0, "nobody needed the room yet"
     bank.create("e", Lora(rank=8))
     bank.weights("e")
@@ -579,7 +579,7 @@ def test_what_was_written_ahead_is_forgotten_when_it_comes_back(tmp_path: Path, 
     writing = bank["a"].writing
     assert writing is not None
     if begun:
-        writing.result(timeout=10)
+        writing.result(timeout=60)
     assert equal(state(bank, "a"), expected["a"])
     release.set()
     assert writing.cancelled() != begun

@@ -279,10 +279,10 @@ def test_a_connection_that_its_client_closes_ends_its_poll(running: Any, service
         submitted = client.post("/api/v1/create_model", json=body).json()
         poll = {"request_id": submitted["request_id"]}
         with sent(running.url, "/api/v1/retrieve_future", poll, {"x-api-key": "tml-a"}) as connection:
-            assert service.entered.wait(10)
+            assert service.entered.wait(60)
             if answered:
                 assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
-        assert answered or service.told.wait(10)
+        assert answered or service.told.wait(60)
         plain(client.get("/api/v1/healthz"), 200)
     assert [polled for _, polled in service.disconnected_polls] == ([] if answered else [submitted["request_id"]])
 
@@ -302,7 +302,7 @@ def test_a_sampling_request_whose_client_closed_the_connection_first_is_told_of(
                  "sampling_params": {"max_tokens": 1}}  # fmt: skip
         headers = {"x-api-key": "tml-a"} | ({"x-tinker-sampling-backpressure": "1"} if answered else {})
         with sent(running.url, "/api/v1/asample", asked, headers) as connection:
-            assert service.entered.wait(10)
+            assert service.entered.wait(60)
             if answered:
                 service.goes_on.set()
                 assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -310,7 +310,7 @@ def test_a_sampling_request_whose_client_closed_the_connection_first_is_told_of(
         while len(running.server.server_state.connections) > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
         service.goes_on.set()
-        assert answered or service.told.wait(10)
+        assert answered or service.told.wait(60)
         plain(client.get("/api/v1/healthz"), 200)
     assert [request_id for _, request_id in service.disconnected_submissions] == ([] if answered else ["future-0"])
     assert [submission.polls_at_once for submission in service.commands] == [answered]
@@ -360,9 +360,9 @@ def test_a_stop_answers_open_long_polls(running: Any, service: Any):
             target=lambda: answers.append(client.post("/api/v1/retrieve_future", json=submitted)), daemon=True
         )
         poll.start()
-        assert entered.wait(10)
+        assert entered.wait(60)
         running.stop()
-        poll.join(10)
+        poll.join(60)
     assert plain(answers[0], 408)["queue_state_reason"] == "the server is stopping"
 
 
