@@ -6,10 +6,14 @@ with nothing in between. A fraction of 1 would mean that attention, adapters, sa
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from descant.errors import UserError
+from descant.errors import ServerError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +39,9 @@ SAMPLE_PROMPT_TOKENS = 32
 SAMPLE_TOKENS = 64
 RANK = 8
 SAMPLE_RANK = 16
+LOAD = Path(__file__).parents[1] / "bench" / "load.py"
+LOAD_OPTIONS = ("--quick",)
+LOAD_DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,8 +399,47 @@ def sample_adapters_tokens_per_s(bench: Bench) -> BenchRow:
     )
 
 
+def load_tokens_per_s(bench: Bench) -> BenchRow:
+    """Clients of the SDK, out of step, through a server (``bench/load.py``), against the same work in lockstep."""
+    if not LOAD.exists():
+        raise UserError(f"load_tokens_per_s runs from a clone of the repository: there is no {LOAD}")
+    if importlib.util.find_spec("tinker") is None:
+        raise UserError("load_tokens_per_s has clients of the SDK, which is not installed: pip install tinker")
+    with tempfile.TemporaryDirectory() as directory:
+        json_file = Path(directory, "rows.json")
+        command = [sys.executable, LOAD, *LOAD_OPTIONS, "--shape", bench.source.directory, "--json", json_file]
+        try:
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=LOAD_DEADLINE_S)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            raise ServerError(f"the load failed: {error}") from None
+        rows = {row["id"].partition("@")[0]: row for row in json.loads(json_file.read_text())}
+    sampled, trained, steps = (
+        rows[f"lockstep_{name}"]["value"] for name in ("sampled_tokens", "trained_tokens", "decode_steps")
+    )
+    decode = _linear_products(bench.plain, round(sampled / steps), backward=False)
+    train = _linear_products(bench.plain, round(trained), backward=True)
+
+    def roofline() -> None:
+        for _ in range(round(steps)):
+            decode()
+        train()
+
+    served = [rows[f"{name}_tokens_per_s"] for name in ("sampled", "trained")]
+    seconds = medians(alternate({"roofline": roofline}, bench.model.device))
+    return bench.row(
+        id="load_tokens_per_s",
+        what="sampled and trained by clients of the SDK, out of step, through a server; baseline: the same work in "
+        "lockstep, by a rank's worker",
+        unit="tokens/s",
+        value=sum(row["value"] for row in served),
+        baseline=sum(row["baseline"] for row in served),
+        roofline=(sampled + trained) / seconds["roofline"],
+    )
+
+
 MEASUREMENTS: Mapping[str, Callable[[Bench], BenchRow]] = {
     "train_tokens_per_s": train_tokens_per_s,
     "sample_tokens_per_s": sample_tokens_per_s,
     "sample_adapters_tokens_per_s": sample_adapters_tokens_per_s,
+    "load_tokens_per_s": load_tokens_per_s,
 }
