@@ -18,6 +18,8 @@ publishes. It knows no HTTP, no queue and no thinking.
     load_vs_lockstep_own_passes  on a CPU: lockstep where, as in the server there, each request has passes of its own
     first_step_ratio             the first step of new clients, all at once, by the median of later steps
     token_interval               a sample's time by its tokens. The SDK does not stream: gaps cannot be seen from here
+    lockstep_drift               lockstep after the window by lockstep before it: far from 1, others use the machine
+    other_cores                  processor seconds a second of everybody else on the machine
     device_busy                  share of the samples in which NVML saw a kernel run; None without pynvml or a GPU
 
 Rows are ``{id, what, value, baseline, ratio}``, with ``@N`` for the number of clients; a baseline is lockstep's where
@@ -33,6 +35,7 @@ import json
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -41,8 +44,8 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +53,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from descant.demo import RunningServer, running_server
+from descant.errors import DescantError
 
 RANKS = (8, 32, 16, 4)
 WARM_UP_STEPS = 2
@@ -113,7 +117,7 @@ def training_data(work: Work, samples: Sequence[tuple[Sequence[int], Sequence[fl
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# The clients, in processes without torch
+# The clients, in a few processes
 
 
 class Call(NamedTuple):
@@ -270,21 +274,37 @@ class Lockstep:
         self.worker = build(RankSpec(model=directory, settings=settings), lambda phase: None, Peers())
         self.scheduler = self.worker.make_scheduler()
         self.options, self.text, self.rounds = options, text, 0
+        self.warm = 0
+        """The number of clients of the last warm-up."""
         self.versions: dict[str, Any] = {}
         """By model."""
 
-    def measure(self, count: int, seconds: float, warm_up: bool) -> dict[str, float]:
+    def measure(self, count: int, seconds: float) -> dict[str, float]:
         """Seconds of so many clients' rounds by part, and what they computed: ``sampled`` and ``trained`` tokens,
         ``steps``. One round at least."""
         self._create(count)
-        if warm_up:
+        # On a GPU other sizes are compiled and captured; on a CPU a processor's caches are all there is to warm.
+        if not self.warm or (self.worker.model.device.type == "cuda" and self.warm != count):
             self._round(count)
+            self.warm = count
         total: dict[str, float] = {}
         began = time.perf_counter()
         while not total or time.perf_counter() - began < seconds:
             for name, value in self._round(count).items():
                 total[name] = total.get(name, 0.0) + value
-        return total
+        return {**total, "linear": self._linear(total)}
+
+    def _linear(self, total: Mapping[str, float]) -> float:
+        """Seconds of the linear layers' products alone for these rounds' tokens, by one round of the mean size."""
+        from descant.bench import linear_products
+
+        network, tokens = self.worker.model.network, self.options.tokens
+        rounds = total["rounds"]
+        decode = linear_products(network, round(total["sampled"] / rounds / tokens), backward=False)
+        train = linear_products(network, round(total["computed"] / rounds), backward=True)
+        found: dict[str, float] = {}
+        self._timed(found, "round", lambda: ([decode() for _ in range(tokens)], train()))
+        return rounds * found["round"]
 
     def _create(self, count: int) -> None:
         from descant.types import CreateModel, Lora
@@ -297,11 +317,7 @@ class Lockstep:
     def _rows(self, commands: Sequence[Any]) -> list[Any]:
         from descant.ranks.ops import Rows
 
-        results = [outcome.result for outcome in self.worker.execute(Rows(commands=tuple(commands)))]
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-        return results
+        return _results(self.worker.execute(Rows(commands=tuple(commands))))
 
     def _publish(self, names: Sequence[str]) -> None:
         from descant.ranks.ops import Publish, Release
@@ -320,7 +336,7 @@ class Lockstep:
         self.rounds += 1
         works = [work_of(self.options, self.text, number, self.rounds) for number in range(count)]
         names = list(self.versions)[:count]
-        found: dict[str, float] = {"steps": count}
+        found: dict[str, float] = {"rounds": 1, "steps": count}
         samples = self._timed(found, "sample", lambda: self._sample(names, works))
         data = [training_data(work, samples[name]) for name, work in zip(names, works, strict=True)]
         found["sampled"] = sum(len(tokens) for of_one in samples.values() for tokens, _ in of_one)
@@ -330,7 +346,7 @@ class Lockstep:
         if self.worker.info.piece_tokens is not None:
             self._timed(found, "forward_backward, own passes", lambda: self._train(names, data, packed=False))
             self._rows(steps)
-        self._timed(found, "forward_backward", lambda: self._train(names, data, packed=True))
+        found["computed"] = self._timed(found, "forward_backward", lambda: self._train(names, data, packed=True))
         self._timed(found, "optim_step", lambda: self._rows(steps))
         self._timed(found, "save", lambda: self._publish(names))
         return found
@@ -373,8 +389,9 @@ class Lockstep:
             self.worker.execute(Unpin(version=self.versions[name]))
         return samples
 
-    def _train(self, names: Sequence[str], data: Sequence[tuple[list[Arrays], str]], *, packed: bool) -> None:
-        """One turn of passes of ``microbatch_tokens``; ``packed``: whatever fits, else of one request each."""
+    def _train(self, names: Sequence[str], data: Sequence[tuple[list[Arrays], str]], *, packed: bool) -> float:
+        """One turn of passes of ``microbatch_tokens``; ``packed``: whatever fits, else of one request each. The tokens
+        that were computed: what datums of a request begin with in common counts once."""
         from descant.ranks.ops import Microbatch
         from descant.train.runner import Part
         from descant.types import Datum, EncodedText, ForwardBackward
@@ -400,9 +417,15 @@ class Lockstep:
             shares=(tuple(map(tuple, passes)),),
             closes=tuple((command.model_id, command.seq_id) for command in commands),
         )
-        for outcome in self.worker.execute(turn):
-            if isinstance(outcome.result, Exception):
-                raise outcome.result
+        outputs = _results(self.worker.execute(turn))
+        return sum(output.metrics["tokens_computed:sum"] for output in outputs)
+
+
+def _results(outcomes: Sequence[Any]) -> list[Any]:
+    for outcome in outcomes:
+        if isinstance(outcome.result, Exception):
+            raise outcome.result
+    return [outcome.result for outcome in outcomes]
 
 
 def run_lockstep(connection: Connection, options: argparse.Namespace, scratch: str) -> None:
@@ -485,6 +508,12 @@ def cpu_seconds(processes: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def machine_cpu_seconds() -> float:
+    """Of everybody on this machine."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and iowait
+
+
 def server_numbers(url: str) -> dict[str, float]:
     """What ``/metrics`` says."""
     request = urllib.request.Request(f"{url}/metrics", headers={"X-API-Key": "tml-load-metrics"})
@@ -524,9 +553,10 @@ class Window:
     busy: list[float]
     cores: Mapping[str, float]
     numbers: Mapping[str, float]
-    first: Mapping[int, int]
-    """By client, the number of its first step in this phase; 0 for a new one."""
-    floor: dict[str, float] = field(default_factory=dict)
+    new: Sequence[int]
+    """Clients that made their first step for it."""
+    floors: Sequence[dict[str, float]] = ()
+    """Of lockstep, before and after."""
 
     def shares(self, kind: str) -> list[tuple[Call, float]]:
         found = [(call, call.share(self.start, self.end)) for call in self.calls if call.kind == kind]
@@ -563,8 +593,8 @@ class Load:
         arguments = (self._phase, self._server.url, options, self.facts["text"])
         count = min(4, os.cpu_count() or 1, max(options.clients))
         self._clients = [self._process(run_clients, *arguments) for _ in range(count)]
-        self._done: dict[int, int] = {}
-        """Steps that each client has made."""
+        self._known = 0
+        """How many clients there have been."""
 
     def _process(self, run: Callable[..., None], *arguments: Any) -> Connection:
         ours, theirs = self._context.Pipe()
@@ -577,17 +607,17 @@ class Load:
 
     def measure(self, count: int) -> Window:
         """The floor, the clients, the floor again. Raises ``LoadError``."""
-        self._floor.send((count, self.options.seconds / 4, True))
+        self._floor.send((count, self.options.seconds / 4))
         before = answer(self._floor)
         window = self._window(count)
-        self._floor.send((count, self.options.seconds / 4, False))
+        self._floor.send((count, self.options.seconds / 4))
         after = answer(self._floor)
-        window.floor = {name: before[name] + after[name] for name in before}
+        window.floors = before, after
         return window
 
     def _window(self, count: int) -> Window:
         self._phase.begin(count)
-        first = {number: self._done.get(number, 0) for number in range(count)}
+        new, self._known = range(self._known, count), max(self._known, count)
         for index, connection in enumerate(self._clients):
             connection.send(list(range(index, count, len(self._clients))))
         deadline = time.monotonic() + LONGEST_WAIT_S
@@ -598,14 +628,20 @@ class Load:
                 answer(connection)  # before the window's end a client has nothing to say but why it failed
         clients = [os.getpid(), *(process.pid for process in multiprocessing.active_children() if process.pid)]
         processes = {"server": [self._server.pid], "rank": self._ranks, "clients": clients}
-        used = {name: cpu_seconds(of) for name, of in processes.items()}
+
+        def processor_seconds() -> dict[str, float]:
+            used = {name: cpu_seconds(of) for name, of in processes.items()}
+            return {**used, "other": machine_cpu_seconds() - sum(used.values())}
+
+        used = processor_seconds()
         start, busy = time.monotonic(), []
         self._phase.end.value = end = start + self.options.seconds
         while (ahead := end - time.monotonic()) > 0:
             if (share := self._device.busy()) is not None:
                 busy.append(share)
             time.sleep(min(ahead, 0.1))
-        cores = {name: (cpu_seconds(of) - used[name]) / (time.monotonic() - start) for name, of in processes.items()}
+        taken = time.monotonic() - start
+        cores = {name: (seconds - used[name]) / taken for name, seconds in processor_seconds().items()}
         calls: list[Call] = []
         deadline, left = time.monotonic() + LONGEST_WAIT_S, count
         while left:
@@ -614,8 +650,6 @@ class Load:
             for connection in ready:
                 calls += answer(connection)
                 left -= 1
-        for call in calls:
-            self._done[call.client] = max(self._done.get(call.client, 0), call.step + (call.kind == KINDS[-1]))
         numbers = server_numbers(self._server.url)
         return Window(
             clients=count,
@@ -625,19 +659,20 @@ class Load:
             busy=busy,
             cores=cores,
             numbers=numbers,
-            first=first,
+            new=new,
         )
 
 
 def rows_of(window: Window, options: argparse.Namespace) -> list[dict[str, Any]]:
-    count, seconds, floor = window.clients, window.end - window.start, window.floor
+    count, seconds = window.clients, window.end - window.start
+    floor = {name: sum(of[name] for of in window.floors) for name in window.floors[0]}
     by_kind = {kind: window.shares(kind) for kind in KINDS}
     done = {kind: sum(share for _, share in found) for kind, found in by_kind.items()}
     sampled = sum(call.tokens * share for call, share in by_kind["sample"])
     trained = sum(call.tokens * share for call, share in by_kind["forward_backward"])
     steps = sum(done.values()) / len(KINDS)
 
-    def lockstep(backward: str) -> float:
+    def lockstep(backward: str, floor: Mapping[str, float] = floor) -> float:
         """Its seconds for the window's work."""
         return (
             sampled * floor["sample"] / floor["sampled"]
@@ -652,12 +687,14 @@ def rows_of(window: Window, options: argparse.Namespace) -> list[dict[str, Any]]
         ratio = None if value is None or not baseline else value / baseline
         rows.append({"id": f"{id}@{count}", "what": what, "value": value, "baseline": baseline, "ratio": ratio})
 
-    rounds, packed = floor["steps"] / count, lockstep("forward_backward")
+    rounds, packed = floor["rounds"], lockstep("forward_backward")
     row("load_vs_lockstep", "seconds in lockstep for the window's work; baseline: the window's", packed, seconds)
     own = "forward_backward, own passes"
     if own in floor:
         what = "the same, with passes of its own for each request as a server has them on a CPU"
         row("load_vs_lockstep_own_passes", what, lockstep(own), seconds)
+    before, after = (lockstep("forward_backward", of) for of in window.floors)
+    row("lockstep_drift", "lockstep's seconds after the window; baseline: before it", after, before)
     row("steps_per_s", "steps of all clients a second; baseline: in lockstep", steps / seconds, steps / packed)
     row("sampled_tokens_per_s", "baseline: in lockstep", sampled / seconds, sampled / packed)
     row("trained_tokens_per_s", "baseline: in lockstep", trained / seconds, trained / packed)
@@ -675,7 +712,7 @@ def rows_of(window: Window, options: argparse.Namespace) -> list[dict[str, Any]]
     for percent in (50, 95, 99):
         at = float(np.percentile(intervals, percent)) if intervals else None
         row(f"token_interval_p{percent}_ms", "a sample's milliseconds by its tokens", at)
-    new = [whole[number, 0] for number, first in window.first.items() if first == 0 and (number, 0) in whole]
+    new = [whole[number, 0] for number in window.new]
     later = statistics.median(inside) if inside else None
     row("first_step_ratio", "seconds of new clients' first steps; baseline: of later ones, medians",
         statistics.median(new) if new else None, later)  # fmt: skip
@@ -685,9 +722,8 @@ def rows_of(window: Window, options: argparse.Namespace) -> list[dict[str, Any]]
     for name, value in sorted(window.numbers.items()):
         if "version" in name or name.endswith("_bytes"):
             row(name, "of /metrics, at the window's end", value)
-    for name in ("sampled", "trained"):
-        row(f"lockstep_{name}_tokens", f"of a round of {count} × {options.samples} samples", floor[name] / rounds)
-    row("lockstep_decode_steps", "of a round", options.tokens)
+    what = "seconds of the linear layers' products alone, of a round in lockstep; baseline: the round"
+    row("lockstep_linear_s", what, floor["linear"] / rounds, at_once["step"])
     return rows
 
 
@@ -697,12 +733,6 @@ def show(row: Mapping[str, Any]) -> str:
         for name in ("value", "baseline", "ratio")
     )
     return f"{row['id']:<36} {value:>12} {baseline:>12} {ratio:>8}  {row['what']}"
-
-
-@contextmanager
-def load(options: argparse.Namespace) -> Iterator[Load]:
-    with ExitStack() as stack:
-        yield Load(stack, options)
 
 
 def main() -> None:
@@ -722,9 +752,11 @@ def main() -> None:
             setattr(options, name, value)
     options.clients = sorted(set(options.clients))
     os.environ["TINKER_TELEMETRY"] = "0"  # the processes of clients inherit it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the processes
     rows: list[dict[str, Any]] = []
     try:
-        with load(options) as running:
+        with ExitStack() as stack:
+            running = Load(stack, options)
             facts = {name: value for name, value in running.facts.items() if name not in ("text", "directory")}
             print(json.dumps({**facts, "shape": options.shape}), flush=True)
             what = f"seconds until ready; {facts['device']}, torch {facts['torch']}, {facts['dtype']}, {options.shape}"
@@ -735,7 +767,7 @@ def main() -> None:
                 rows += found
                 for row in found:
                     print(show(row), flush=True)
-    except LoadError as error:
+    except (LoadError, DescantError) as error:
         sys.exit(f"bench/load.py: {error}")
     finally:
         if options.json is not None:

@@ -173,11 +173,11 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _linear_products(plain: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
-    """The products of all linear layers of the base model with ``num_tokens`` rows: x Wᵀ, and dy W for a backward."""
+def linear_products(network: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
+    """The products of all linear layers of a model with ``num_tokens`` rows: x Wᵀ, and dy W for a backward."""
     import torch
 
-    weights = [module.weight.detach() for module in plain.modules() if isinstance(module, torch.nn.Linear)]
+    weights = [module.weight.detach() for module in network.modules() if isinstance(module, torch.nn.Linear)]
     inputs = {
         size: torch.randn(num_tokens, size, dtype=weights[0].dtype, device=weights[0].device)
         for weight in weights
@@ -236,7 +236,7 @@ def train_tokens_per_s(bench: Bench) -> BenchRow:
         learner.optim_step(model_id, AdamParams(learning_rate=1e-5))
 
     num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
-    roofline = _linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
+    roofline = linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
     config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
     adapted: Any = peft.get_peft_model(bench.plain, config)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
@@ -315,7 +315,7 @@ class _SampleWorkload:
 
 
 def _sampling_roofline(bench: Bench) -> Callable[[], None]:
-    step = _linear_products(bench.plain, NUM_SEQUENCES, backward=False)
+    step = linear_products(bench.plain, NUM_SEQUENCES, backward=False)
 
     def roofline() -> None:
         for _ in range(SAMPLE_TOKENS):
@@ -407,33 +407,29 @@ def load_tokens_per_s(bench: Bench) -> BenchRow:
         raise UserError("load_tokens_per_s has clients of the SDK, which is not installed: pip install tinker")
     with tempfile.TemporaryDirectory() as directory:
         json_file = Path(directory, "rows.json")
-        command = [sys.executable, LOAD, *LOAD_OPTIONS, "--shape", bench.source.directory, "--json", json_file]
+        paths = ("--shape", str(bench.source.directory), "--json", str(json_file))
+        command = [sys.executable, str(LOAD), *LOAD_OPTIONS, *paths]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=LOAD_DEADLINE_S)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            raise ServerError(f"the load failed: {error}") from None
+            code = process.wait(LOAD_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise ServerError(f"the load was not measured after {LOAD_DEADLINE_S:.0f} s") from None
+        finally:
+            process.terminate()  # it ends what it started
+            process.wait()
+        if code:
+            raise ServerError(f"the load ended with code {code}")
         rows = {row["id"].partition("@")[0]: row for row in json.loads(json_file.read_text())}
-    sampled, trained, steps = (
-        rows[f"lockstep_{name}"]["value"] for name in ("sampled_tokens", "trained_tokens", "decode_steps")
-    )
-    decode = _linear_products(bench.plain, round(sampled / steps), backward=False)
-    train = _linear_products(bench.plain, round(trained), backward=True)
-
-    def roofline() -> None:
-        for _ in range(round(steps)):
-            decode()
-        train()
-
     served = [rows[f"{name}_tokens_per_s"] for name in ("sampled", "trained")]
-    seconds = medians(alternate({"roofline": roofline}, bench.model.device))
+    baseline = sum(row["baseline"] for row in served)
     return bench.row(
         id="load_tokens_per_s",
         what="sampled and trained by clients of the SDK, out of step, through a server; baseline: the same work in "
         "lockstep, by a rank's worker",
         unit="tokens/s",
         value=sum(row["value"] for row in served),
-        baseline=sum(row["baseline"] for row in served),
-        roofline=(sampled + trained) / seconds["roofline"],
+        baseline=baseline,
+        roofline=baseline / rows["lockstep_linear_s"]["ratio"],
     )
 
 

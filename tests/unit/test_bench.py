@@ -66,8 +66,9 @@ def test_the_load_counts_by_its_share_what_crosses_an_edge_of_the_window(load: M
         load.Call(0, 3, "forward_backward", 19.0, 22.0, 90, 0.0),  # a third
         load.Call(1, 0, "sample", 1.0, 9.0, 40, 0.8),  # nothing
     ]
-    floor = {"sampled": 80.0, "trained": 180.0, "steps": 2.0}
-    floor |= {"sample": 2.0, "forward_backward": 6.0, "optim_step": 0.5, "save": 0.25}
+    before = {"rounds": 1.0, "steps": 1.0, "sampled": 40.0, "trained": 90.0, "computed": 60.0, "linear": 2.0}
+    before |= {"sample": 1.0, "forward_backward": 3.0, "optim_step": 0.5, "save": 0.0}
+    after = {**before, "optim_step": 0.0, "save": 0.25}
     window = load.Window(
         clients=1,
         calls=calls,
@@ -76,8 +77,8 @@ def test_the_load_counts_by_its_share_what_crosses_an_edge_of_the_window(load: M
         busy=[],
         cores={},
         numbers={"versions_resident": 7.0, "models": 1.0},
-        first={0: 1},
-        floor=floor,
+        new=[],
+        floors=(before, after),
     )
     rows = {row["id"]: row for row in load.rows_of(window, OPTIONS)}
     sampled, trained, done = 60.0, 120.0, (1.5 + 4 / 3 + 1 + 1) / 4
@@ -89,6 +90,7 @@ def test_the_load_counts_by_its_share_what_crosses_an_edge_of_the_window(load: M
         ("steps_per_s@1", done / 10, done / seconds),
         ("step_p50_s@1", 8.0, 8.75 / 2),
         ("sample_p50_s@1", 3.5, 1.0),
+        ("lockstep_linear_s@1", 2.0, 8.75 / 2),
     ):
         assert (rows[id]["value"], rows[id]["baseline"]) == pytest.approx((value, baseline)), id
         assert rows[id]["ratio"] == pytest.approx(value / baseline), id
