@@ -744,7 +744,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each sample, on average")
     parser.add_argument("--think", type=float, default=0.05, help="seconds between two steps, on average")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
-    parser.add_argument("--quick", action="store_true", help="small enough for two cores and two minutes")
+    parser.add_argument("--quick", action="store_true", help="small enough for two cores of a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     for name, value in (QUICK if options.quick else FULL).items():
