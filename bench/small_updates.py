@@ -22,22 +22,12 @@ import peft
 import torch
 import torch.nn.functional as F
 import transformers
-from workload import device_name
+from workload import TEXT, device_name
 
 from descant.model.base import BaseModel
 from descant.model.load import load_model, resolve_model
 from descant.testing.learner import LearnerHarness
 from descant.types import AdamParams, Datum, EncodedText, Lora
-
-TEXT = """Once the lighthouse keeper had trimmed the wick and wound the clock, he sat down to write the day's entry in
-the log. Wind south-west, force six; sea rough; visibility good until four, when a bank of fog came in from the Skerries
-and stood off the point like a wall. Two fishing boats passed inside the reef, one of them the Mary Ellen with her
-mizzen gone. No signals. He blotted the page, and because there was nobody else on the rock to talk to, he added a line
-that the inspectors would not care for: the gulls have learned to open the bread bin. Then he took the lamp down the
-stairs, counting them as he always did, and on the hundred and ninth he stopped. Somebody had been sitting there. On the
-stone lay a crust, a feather, and a page torn from his own log, the one of the ninth of March, which he did not remember
-writing: two columns of figures, added up wrong, and below them in his own hand the words, ask the boy about the boats.
-There had been no boy on the rock for eleven years. He read it twice, put it into his pocket, and went on down."""
 
 
 def ours(model: BaseModel, tokens: torch.Tensor, options: argparse.Namespace) -> list[float]:

@@ -6,10 +6,14 @@ with nothing in between. A fraction of 1 would mean that attention, adapters, sa
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from descant.errors import UserError
+from descant.errors import ServerError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +39,9 @@ SAMPLE_PROMPT_TOKENS = 32
 SAMPLE_TOKENS = 64
 RANK = 8
 SAMPLE_RANK = 16
+LOAD = Path(__file__).parents[1] / "bench" / "load.py"
+LOAD_OPTIONS = ("--quick",)
+LOAD_DEADLINE_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +173,11 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _linear_products(plain: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
-    """The products of all linear layers of the base model with ``num_tokens`` rows: x Wᵀ, and dy W for a backward."""
+def linear_products(network: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
+    """The products of all linear layers of a model with ``num_tokens`` rows: x Wᵀ, and dy W for a backward."""
     import torch
 
-    weights = [module.weight.detach() for module in plain.modules() if isinstance(module, torch.nn.Linear)]
+    weights = [module.weight.detach() for module in network.modules() if isinstance(module, torch.nn.Linear)]
     inputs = {
         size: torch.randn(num_tokens, size, dtype=weights[0].dtype, device=weights[0].device)
         for weight in weights
@@ -229,7 +236,7 @@ def train_tokens_per_s(bench: Bench) -> BenchRow:
         learner.optim_step(model_id, AdamParams(learning_rate=1e-5))
 
     num_tokens = NUM_SEQUENCES * SEQUENCE_TOKENS
-    roofline = _linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
+    roofline = linear_products(bench.plain, num_tokens, backward=True)  # before peft adds its own linear layers
     config = peft.LoraConfig(r=RANK, lora_alpha=32, target_modules="all-linear", lora_dropout=0.0)
     adapted: Any = peft.get_peft_model(bench.plain, config)
     parameters = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
@@ -308,7 +315,7 @@ class _SampleWorkload:
 
 
 def _sampling_roofline(bench: Bench) -> Callable[[], None]:
-    step = _linear_products(bench.plain, NUM_SEQUENCES, backward=False)
+    step = linear_products(bench.plain, NUM_SEQUENCES, backward=False)
 
     def roofline() -> None:
         for _ in range(SAMPLE_TOKENS):
@@ -392,8 +399,43 @@ def sample_adapters_tokens_per_s(bench: Bench) -> BenchRow:
     )
 
 
+def load_tokens_per_s(bench: Bench) -> BenchRow:
+    """Clients of the SDK, out of step, through a server (``bench/load.py``), against the same work in lockstep."""
+    if not LOAD.exists():
+        raise UserError(f"load_tokens_per_s runs from a clone of the repository: there is no {LOAD}")
+    if importlib.util.find_spec("tinker") is None:
+        raise UserError("load_tokens_per_s has clients of the SDK, which is not installed: pip install tinker")
+    with tempfile.TemporaryDirectory() as directory:
+        json_file = Path(directory, "rows.json")
+        paths = ("--shape", str(bench.source.directory), "--json", str(json_file))
+        command = [sys.executable, str(LOAD), *LOAD_OPTIONS, *paths]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            code = process.wait(LOAD_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise ServerError(f"the load was not measured after {LOAD_DEADLINE_S:.0f} s") from None
+        finally:
+            process.terminate()  # it ends what it started
+            process.wait()
+        if code:
+            raise ServerError(f"the load ended with code {code}")
+        rows = {row["id"].partition("@")[0]: row for row in json.loads(json_file.read_text())}
+    served = [rows[f"{name}_tokens_per_s"] for name in ("sampled", "trained")]
+    baseline = sum(row["baseline"] for row in served)
+    return bench.row(
+        id="load_tokens_per_s",
+        what="sampled and trained by clients of the SDK, out of step, through a server; baseline: the same work in "
+        "lockstep, by a rank's worker",
+        unit="tokens/s",
+        value=sum(row["value"] for row in served),
+        baseline=baseline,
+        roofline=baseline / rows["lockstep_linear_s"]["ratio"],
+    )
+
+
 MEASUREMENTS: Mapping[str, Callable[[Bench], BenchRow]] = {
     "train_tokens_per_s": train_tokens_per_s,
     "sample_tokens_per_s": sample_tokens_per_s,
     "sample_adapters_tokens_per_s": sample_adapters_tokens_per_s,
+    "load_tokens_per_s": load_tokens_per_s,
 }

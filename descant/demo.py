@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,6 +44,7 @@ class RunningServer:
     url: str
     model: str
     """What the server calls it, for a person."""
+    pid: int
 
 
 def run_demo(model: str) -> int:
@@ -90,14 +91,15 @@ def _example(name: str) -> ModuleType:
 
 
 @contextmanager
-def running_server(model: str, directory: Path) -> Iterator[RunningServer]:
-    """``descant serve MODEL`` until the block ends; then it is asked to stop, and waited for."""
+def running_server(model: str, directory: Path, settings: Sequence[str] = ()) -> Iterator[RunningServer]:
+    """``descant serve MODEL`` with these ``settings`` (``a.b=c``) until the block ends; then it is asked to stop, and
+    waited for."""
     log = directory / "server.log"
     command = [sys.executable, "-m", "descant.cli", "serve", model, "--port", "0"]
+    for setting in (f"data_dir={directory / 'data'}", *settings):
+        command += ["--set", setting]
     with log.open("wb") as stderr:
-        process = subprocess.Popen(
-            [*command, "--set", f"data_dir={directory / 'data'}"], stdout=subprocess.PIPE, stderr=stderr, text=True
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         yield _wait_until_ready(process, log)
     finally:
@@ -133,7 +135,7 @@ def _wait_until_ready(process: subprocess.Popen[str], log: Path) -> RunningServe
         if line.startswith("Descant serves "):
             model = line.removeprefix("Descant serves ").rpartition(" at ")[0]
         elif line.startswith("export TINKER_BASE_URL="):
-            return RunningServer(url=line.partition("=")[2], model=model)
+            return RunningServer(url=line.partition("=")[2], model=model, pid=process.pid)
 
 
 # --------------------------------------------------------------------------------------------------------------------
