@@ -224,7 +224,8 @@ class CpuDecoder:
             hidden_NH.add_(output)
             x_NH = _normed(hidden_NH, layer.before_mlp)
             gate, up = layer.gate_up(x_NH, adapters)
-            (output,) = layer.down(layer.act(gate).mul_(up), adapters)
+            # Of rows apart, each would end in a loop's scalar tail, which has other bits in float32.
+            (output,) = layer.down(layer.act(gate.contiguous()).mul_(up), adapters)
             hidden_NH.add_(output)
         return _normed(hidden_NH, self._norm)
 
@@ -339,7 +340,7 @@ def _normed(x: torch.Tensor, norm: _Norm) -> torch.Tensor:
     """[..., H], rounded where transformers rounds."""
     wide = x.float()
     variance = torch.mul(wide, wide).mean(-1, keepdim=True)
-    return wide.mul_(variance.add_(norm.eps).rsqrt_()).to(x.dtype).mul_(norm.weight)
+    return torch.mul(wide, variance.add_(norm.eps).rsqrt_()).to(x.dtype).mul_(norm.weight)
 
 
 # --------------------------------------------------------------------------------------------------------------------
