@@ -111,7 +111,8 @@ class _Reading:
 class CpuDecoder:
     """Made by ``of``. One thread."""
 
-    def __init__(self, model: BaseModel, layers: Sequence[_Layer]):
+    def __init__(self, model: BaseModel, layers: Sequence[_Layer], row_multiple: int):
+        self._row_multiple = row_multiple
         decoder: Any = model.decoder
         self._embedding: nn.Module = decoder.embed_tokens
         self._rotary: nn.Module = decoder.rotary_emb
@@ -133,9 +134,9 @@ class CpuDecoder:
 
     @staticmethod
     @torch.no_grad()
-    def of(model: BaseModel, pool: KVPool) -> CpuDecoder | None:
+    def of(model: BaseModel, pool: KVPool, *, row_multiple: int = 1) -> CpuDecoder | None:
         """``pool``: whose pages the steps read and write. None where they must go through the modules. Needs prepacked
-        weights (``BaseModel.prepack_weights``)."""
+        weights (``BaseModel.prepack_weights``). ``row_multiple``: a step's rows are filled up to a multiple of it."""
         if not pool.joined or model.lm_head.prepacked is None or len({*model.kv_shapes}) > 1:
             return None
         layers = _records(model)
@@ -147,6 +148,7 @@ class CpuDecoder:
         cpu_decoder = CpuDecoder(
             model,
             [replace(layer, rule=rules[index], pages=trial.pool.joined[index]) for index, layer in enumerate(layers)],
+            row_multiple,
         )
         if not trial.equals(cpu_decoder):
             logger.warning("%s decodes through its modules: the CPU decoder's step has other bits", model.facts.name)
@@ -169,13 +171,16 @@ class CpuDecoder:
     ) -> torch.Tensor:
         """float32 [N, V] after one more token of each sequence, at most ``MAX_ROWS``. ``contexts``: tokens that are in
         its ``pages`` already. ``rows`` sorted (rank bucket, then slot; None anywhere)."""
-        padding = max(0, MIN_ROWS - len(tokens))
+        padding = self._num_rows(len(tokens)) - len(tokens)
         adapters = self._adapters.step((*rows, *[None] * padding))
         hidden_NH = self._hidden(tokens, contexts, pages, adapters)
         logits_NV = _product(
             hidden_NH, _given(self._lm_head.prepacked), self._lm_head.bias_V, self._lm_head_product, adapters
         )
         return self._lm_head.scaled(logits_NV[: len(tokens)])
+
+    def _num_rows(self, num_sequences: int) -> int:
+        return max(MIN_ROWS, -(-num_sequences // self._row_multiple) * self._row_multiple)
 
     def _hidden(
         self,
@@ -186,7 +191,7 @@ class CpuDecoder:
     ) -> torch.Tensor:
         """[N, H] after the final norm, at least 8 rows."""
         num_sequences, K, D = len(tokens), self._num_key_heads, self._head_size
-        num_rows, num_queries, half = max(num_sequences, MIN_ROWS), K * self._group, D // 2
+        num_rows, num_queries, half = self._num_rows(num_sequences), K * self._group, D // 2
         padding = [0] * (num_rows - num_sequences)
         positions = np.array([*contexts, *padding], np.int64)
         hidden_NH: torch.Tensor = self._embedding(torch.tensor([*tokens, *padding]))
@@ -224,7 +229,8 @@ class CpuDecoder:
             hidden_NH.add_(output)
             x_NH = _normed(hidden_NH, layer.before_mlp)
             gate, up = layer.gate_up(x_NH, adapters)
-            (output,) = layer.down(layer.act(gate).mul_(up), adapters)
+            # Of rows apart, each would end in a loop's scalar tail, which has other bits in float32.
+            (output,) = layer.down(layer.act(gate.contiguous()).mul_(up), adapters)
             hidden_NH.add_(output)
         return _normed(hidden_NH, self._norm)
 
@@ -339,7 +345,7 @@ def _normed(x: torch.Tensor, norm: _Norm) -> torch.Tensor:
     """[..., H], rounded where transformers rounds."""
     wide = x.float()
     variance = torch.mul(wide, wide).mean(-1, keepdim=True)
-    return wide.mul_(variance.add_(norm.eps).rsqrt_()).to(x.dtype).mul_(norm.weight)
+    return torch.mul(wide, variance.add_(norm.eps).rsqrt_()).to(x.dtype).mul_(norm.weight)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ The head's weight is frozen (and may be tied to the embedding: the adapter's pro
 weight stays as it is). In training, a chunk's dLogits are formed right where its logits are, so nothing is recomputed.
 
 Trainer and sampler get their logits from one function, in the base's dtype and then float32, over at least 8 rows
-(below 4 rows the fp32 library takes another path): a row's bits do not depend on how many rows are asked for.
+(a row alone takes another path): a row's bits do not depend on how many rows are asked for.
 
 A target position is one use of a token's logits: its targets and their loss. Usually each token has one; a token that
 several sequences share has several, and its logits are still made once.
@@ -303,7 +303,7 @@ class LmHead:
             dlogits_CV.masked_fill_(~loss_mask_C[:, None], 0.0)
 
         dy_CV = dlogits_CV.to(self.weight_VD.dtype)
-        dh_CD = torch.mm(dy_CV, self.weight_VD)
+        dh_CD = prepacked.product_backward(dy_CV, self.weight_VD)
         if lora is not None and self.site_index is not None:
             lora_backward(hidden_CD, [dy_CV], saved, [self.site_index], lora, dx_TI=dh_CD, start=start)
         if kept is None:

@@ -14,8 +14,8 @@ Nothing here multiplies one adapter's numbers by zero for another's tokens: 0·N
 
 In bf16 on CPU a row of every product has the same bits for any number of rows beside it (tried up to 300 rows, 1 and
 2 threads), but alone it takes another path, where one output in 10,000 (from some 1,500 input features on; of an
-adapter's second product one in 100,000) is rounded the other way; in fp32 fewer than 4 rows differ by 1e-6. So few rows
-are filled up with zeros.
+adapter's second product one in 100,000) is rounded the other way. So it is in float32, whose products are oneDNN's
+(``prepacked.is_onednn``; in MKL fewer than 4 rows differ by 1e-6). So few rows are filled up with zeros.
 
 Legend: T tokens, I in, O out, W out and fused LoRA-A columns, R rank bucket, G adapters of a run.
 """
@@ -543,6 +543,8 @@ class MultiLoraLinear(nn.Module):
     def _base_alone(self, x: torch.Tensor) -> torch.Tensor:
         if self.prepacked is not None and prepacked.serves(self.prepacked, x):
             return prepacked.linear(x, self.prepacked, self.bias)
+        if prepacked.is_onednn(x):
+            return prepacked.product(x, self.weight_OI, self.bias, None)
         y: torch.Tensor = self.base(x)
         return y
 
@@ -732,9 +734,11 @@ def lora_linear(
     The adapters' part comes first, and the base's product is added to it before their sum is rounded. The other way
     round, what is less than half a step of bf16 beside the base's rounded product would be gone at every token, and
     with it half of what a small learning rate learns; so, it survives in the mean. In float32 nothing of that
-    size is lost, and the sums of a product that is added to something would depend on how many rows it has."""
+    size is lost, and outside oneDNN (where both ways have the same bits) the sums of a product that is added to
+    something would depend on how many rows it has."""
     run = _single_run(x_TI, widths, sites, lora, start)
-    begins_with_base = run is None and x_TI.dtype == torch.float32
+    is_onednn = prepacked.is_onednn(x_TI)
+    begins_with_base = run is None and x_TI.dtype == torch.float32 and not is_onednn
     saved: list[torch.Tensor] = []
     if begins_with_base or not _runs(x_TI, widths, sites, lora, start):
         y_TO = prepacked.product(_at_least_min(x_TI), weight_OI, bias_O, prepacked_weight)[: len(x_TI)]
@@ -744,6 +748,9 @@ def lora_linear(
     if run is not None:
         saved = [_grouped_shrink(x_TI, sites, widths, run)]
         addition_TO = _grouped_additions(saved[0], sites, widths, run)
+    elif is_onednn and (whole := _whole_segment(x_TI, widths, sites, lora, start)) is not None:
+        saved = [_segment_shrink(x_TI, sites[0], whole)]
+        addition_TO = _segment_addition(saved[0], widths[0], sites[0], whole)
     else:
         addition_TO = x_TI.new_zeros(len(x_TI), sum(widths))
         saved = _add_adapters(x_TI, addition_TO, sites, widths, lora, start, want_saved)
@@ -752,7 +759,7 @@ def lora_linear(
     if bias_O is not None:
         # Not before: beside a large bias, the same at every token, the adapters' part would be rounded away.
         y_TO.add_(bias_O)
-        for first, end in lora.base_only(start, len(x_TI), sites):
+        for first, end in () if is_onednn else lora.base_only(start, len(x_TI), sites):
             alone_TO = F.linear(_at_least_min(x_TI[first:end]), weight_OI, bias_O)
             y_TO[first:end] = alone_TO[: end - first]  # rounded once, as wherever there is no adapter
     return y_TO, saved
@@ -773,13 +780,25 @@ def lora_linear_backward(
     """dX, where it is wanted; dA and dB go to the gradient rows."""
     run = _single_run(x_TI, widths, sites, lora, start)
     if run is None:
-        dx_TI = torch.mm(dy_TO, weight_OI) if want_dx else None
+        dx_TI = prepacked.product_backward(dy_TO, weight_OI) if want_dx else None
         lora_backward(x_TI, dy_TO.split(list(widths), dim=1), saved, sites, lora, dx_TI=dx_TI, start=start)
         return dx_TI
     dh_TR = _grouped_backward(x_TI, dy_TO, saved[0], sites, widths, run)
     if not want_dx:
         return None
     return _grouped_dx(dh_TR, x_TI.shape[1], sites, widths, run).addmm_(dy_TO, weight_OI)
+
+
+def _whole_segment(
+    x_TI: torch.Tensor, widths: Sequence[int], sites: Sequence[int], lora: LoraBatch, start: int
+) -> _Segment | None:
+    """The segment of all these tokens, where it changes the one site."""
+    if len(sites) > 1:
+        return None
+    segments = [segment for run in _runs(x_TI, widths, sites, lora, start) for segment in run.segments]
+    if len(segments) > 1 or (segments[0].start, segments[0].end) != (0, len(x_TI)):
+        return None
+    return segments[0]
 
 
 def _add_adapters(
@@ -947,7 +966,7 @@ def _segment_shrink(x_TI: torch.Tensor, site_index: int, segment: _Segment) -> t
         segment.slabs.compute_SP, segment.compute, layout.a_offset[site_index], layout.rank_bucket, x_TI.shape[1]
     )
     x = x_TI[segment.start : segment.end]
-    return torch.mm(_filled_up(x), a_RI.t())[: len(x)]
+    return prepacked.product(_filled_up(x), a_RI, None, None)[: len(x)]
 
 
 def _filled_up(x: torch.Tensor) -> torch.Tensor:
@@ -962,12 +981,25 @@ def _at_least_min(x: torch.Tensor) -> torch.Tensor:
     return x if missing <= 0 else F.pad(x, (0, 0, 0, missing))
 
 
-def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, segment: _Segment) -> None:
+def _segment_b(out_features: int, site_index: int, segment: _Segment) -> torch.Tensor:
     layout = segment.slabs.layout
-    b_OR = _view(
-        segment.slabs.compute_SP, segment.compute, layout.b_offset[site_index], y_TO.shape[1], layout.rank_bucket
+    return _view(
+        segment.slabs.compute_SP, segment.compute, layout.b_offset[site_index], out_features, layout.rank_bucket
     )
+
+
+def _segment_addition(h_TR: torch.Tensor, out_features: int, site_index: int, segment: _Segment) -> torch.Tensor:
+    """What the segment adds to its rows, by oneDNN."""
+    h_TR = _filled_up(h_TR) * segment.scale
+    return prepacked.linear(h_TR, _segment_b(out_features, site_index, segment), None)[: segment.end - segment.start]
+
+
+def _segment_expand(h_TR: torch.Tensor, y_TO: torch.Tensor, site_index: int, segment: _Segment) -> None:
     y = y_TO[segment.start : segment.end]
+    if prepacked.is_onednn(h_TR):
+        y.add_(_segment_addition(h_TR, y.shape[1], site_index, segment))
+        return
+    b_OR = _segment_b(y.shape[1], site_index, segment)
     if len(y) >= MIN_ROWS or y.is_cuda:
         y.addmm_(h_TR, b_OR.t(), alpha=segment.scale)
     else:

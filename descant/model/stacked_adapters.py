@@ -321,7 +321,8 @@ def _same_bits(in_features: int, out_features: int, rank_bucket: int, num_adapte
     indices = [index % num_adapters for index in range(MIN_ROWS)]
     expected_NO = zeros_NO.clone()
     for index, own in enumerate(indices):  # a row alone would take another path (see ``lora``)
-        expected_NO[index] = torch.addmm(zeros_NO, x_NI @ a_GRI[own].t(), b_GOR[own].t())[index]
+        h_NR = prepacked.product(x_NI, a_GRI[own], None, None)
+        expected_NO[index] = prepacked.add_product(zeros_NO.clone(), h_NR, b_GOR[own], None)[index]
     weights = _Weights(
         a=prepacked.reorder(a_GRI.flatten(0, 1)), b=(prepacked.reorder(b_GOR.transpose(0, 1).flatten(1).contiguous()),)
     )

@@ -70,7 +70,8 @@ class Sampler:
 
         ``batch_invariant``: a sequence's bits do not depend on what else is in its steps. Products then have a number
         of rows that picks the same kernel every time, padded: multiples of ``MIN_ROWS`` for
-        each adapter in float32 on CPU (bf16 needs nothing); on CUDA a prefill is always of ``PASS_CHUNKS`` chunks of
+        each adapter in float32 on CPU, where elementwise loops have no scalar tails then (bf16 needs nothing, nor do
+        sizes that are multiples of 32); on CUDA a prefill is always of ``PASS_CHUNKS`` chunks of
         ``CHUNK_TOKENS`` (where the model is not packable of one), and decode steps have all their rows. The scheduler's
         ``chunk_tokens`` must be ``chunk_tokens`` of here."""
         self._model = model
@@ -102,7 +103,7 @@ class Sampler:
             self._pool = model.make_kv_pool(num_pages + num_padding_pages)
             model.prepack_weights()
             if model.packable and not model.sharded:  # its ranks make one pass a step, each layer whole for a moment
-                self._cpu_decoder = CpuDecoder.of(model, self._pool)
+                self._cpu_decoder = CpuDecoder.of(model, self._pool, row_multiple=self._multiple)
 
     def warm_up(self) -> None:
         """What the first requests would wait for otherwise: compiling and capturing, on CUDA."""

@@ -18,7 +18,12 @@ from descant.testing.learner import LearnerHarness
 from descant.testing.tiny import VOCAB_SIZE, tiny_model
 from descant.types import Version
 
-pytestmark = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs bf16 in hardware")
+BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    id="bfloat16",
+    marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs bf16 in hardware"),
+)
+FLOAT32 = pytest.param(torch.float32, id="float32")
 
 SUPPORTED = ["llama", "llama_tied", "qwen2", "qwen3", "mistral"]
 """Mistral's window is 16 tokens here."""
@@ -28,7 +33,7 @@ CONTEXTS = (0, 1, 15, 16, 62, 63, 64, 100, 127, 128, 200, 300)
 NUM_BLOCKS = 1 + max(CONTEXTS) // PAGE_TOKENS
 
 
-def load(arch: str, directory: Path, dtype: torch.dtype = torch.bfloat16) -> BaseModel:
+def load(arch: str, directory: Path, dtype: torch.dtype = torch.float32) -> BaseModel:
     source = ModelSource(name=arch, directory=tiny_model(arch, directory / arch))
     model = load_model(source, device=torch.device("cpu"), dtype=dtype, check=False)
     model.prepack_weights()
@@ -92,9 +97,10 @@ class Desk:
         return got, expected
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("arch", SUPPORTED)
-def test_the_bits_of_the_modules(arch: str, tmp_path: Path) -> None:
-    desk = Desk(load(arch, tmp_path))
+def test_the_bits_of_the_modules(arch: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    desk = Desk(load(arch, tmp_path, dtype))
     pool = desk.make_pool()
     cpu_decoder = CpuDecoder.of(desk.model, pool)
     assert cpu_decoder is not None
@@ -104,11 +110,12 @@ def test_the_bits_of_the_modules(arch: str, tmp_path: Path) -> None:
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("arch", ["llama_tied", "qwen2"])
-def test_adapters_have_the_bits_of_their_own_products(arch: str, tmp_path: Path) -> None:
+def test_adapters_have_the_bits_of_their_own_products(arch: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of two classes, some that train not all sites, one whose scale is no power of two, before and after they are
     stacked; rows that no adapter changes beside them, also where there are biases (qwen2)."""
-    model = load(arch, tmp_path)
+    model = load(arch, tmp_path, dtype)
     if arch == "qwen2":
         assert any(layer.bias is not None and layer.bias.abs().max() > 0 for layer in linears(model))
     harness, rows = LearnerHarness(model), []
@@ -143,8 +150,8 @@ def test_other_layers_go_through_their_modules(arch: str, tmp_path: Path) -> Non
     assert CpuDecoder.of(model, model.make_kv_pool(4)) is None
 
 
-def test_float32_goes_through_the_modules(tmp_path: Path) -> None:
-    model = load("llama", tmp_path, torch.float32)
+def test_float64_goes_through_the_modules(tmp_path: Path) -> None:
+    model = load("llama", tmp_path, torch.float64)
     assert CpuDecoder.of(model, model.make_kv_pool(4)) is None
 
 

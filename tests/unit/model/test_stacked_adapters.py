@@ -14,7 +14,18 @@ from descant.model.lora import LoraBatch, lora_forward
 from descant.model.stacked_adapters import STEPS_BEFORE_STACKING, Product, StackedAdapters
 from descant.types import Lora, Version
 
-pytestmark = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs bf16 in hardware")
+BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    id="bfloat16",
+    marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs bf16 in hardware"),
+)
+
+
+@pytest.fixture(params=[BFLOAT16, pytest.param(torch.float32, id="float32")])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    assert isinstance(request.param, torch.dtype)
+    return request.param
+
 
 SIZES = {"q": (64, 96), "k": (64, 32), "gate": (64, 160), "up": (64, 160), "down": (2048, 64)}
 """A row alone has other sums from some 1,500 input features on."""
@@ -26,12 +37,12 @@ PRODUCTS = (
 
 
 class Shelf:
-    def __init__(self, **options: int) -> None:
+    def __init__(self, dtype: torch.dtype, **options: int) -> None:
         sites = [
             LoraSite(name=name, group="attn" if name in "qk" else "mlp", in_features=i, out_features=o)
             for name, (i, o) in SIZES.items()
         ]
-        self.bank = AdapterBank(sites, device=torch.device("cpu"), dtype=torch.bfloat16)
+        self.bank = AdapterBank(sites, device=torch.device("cpu"), dtype=dtype)
         self.stacked = StackedAdapters(self.bank, PRODUCTS, **options)
         self._numbers = 0
 
@@ -64,8 +75,8 @@ class Shelf:
         generator = torch.Generator().manual_seed(7)
         wanted = torch.tensor([row not in ignored for row in rows])
         for product in PRODUCTS:
-            x = torch.randn(len(rows), product.in_features, generator=generator).bfloat16()
-            expected = torch.zeros(len(rows), sum(product.widths)).bfloat16()
+            x = torch.randn(len(rows), product.in_features, generator=generator).to(self.bank.dtype)
+            expected = torch.zeros(len(rows), sum(product.widths), dtype=self.bank.dtype)
             for index, row in enumerate(rows):
                 if row is None:
                     continue
@@ -92,8 +103,8 @@ class Shelf:
         return sum(len(stack.indices) for stack in self.stacked._stacks)
 
 
-def test_of_any_number_rank_and_order() -> None:
-    shelf = Shelf()
+def test_of_any_number_rank_and_order(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
     rows = sorted([shelf.row(8), shelf.row(16, train_mlp=False), shelf.row(16), shelf.row(4), shelf.row(64)])
     for mix in ([*rows, None, None, None], [rows[0]] * 9, [None, rows[1], rows[3], rows[4], None, None, None, None]):
         for _ in range(STEPS_BEFORE_STACKING + 1):
@@ -105,8 +116,8 @@ def test_of_any_number_rank_and_order() -> None:
     assert shelf.num_stacked == 20
 
 
-def test_stacked_only_when_they_come_up_again() -> None:
-    shelf = Shelf()
+def test_stacked_only_when_they_come_up_again(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
     rows = [shelf.row() for _ in range(MIN_ROWS)]
     for number in range(1, STEPS_BEFORE_STACKING + 1):
         shelf.check(list(rows))
@@ -119,8 +130,8 @@ def test_stacked_only_when_they_come_up_again() -> None:
     assert shelf.num_stacked == 1
 
 
-def test_a_row_that_is_given_to_another_is_not_served_from_a_copy() -> None:
-    shelf = Shelf()
+def test_a_row_that_is_given_to_another_is_not_served_from_a_copy(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
     rows: list[RowRef | None] = [shelf.row(), shelf.row(), *[None] * 6]
     for _ in range(STEPS_BEFORE_STACKING):
         shelf.check(rows)
@@ -132,33 +143,33 @@ def test_a_row_that_is_given_to_another_is_not_served_from_a_copy() -> None:
 
 
 @pytest.mark.parametrize("fill", [torch.nan, torch.inf, 3e38])
-def test_numbers_that_are_not_finite_stay_with_their_owner(fill: float) -> None:
-    shelf = Shelf()
+def test_numbers_that_are_not_finite_stay_with_their_owner(fill: float, dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
     good, bad, other = sorted([shelf.row(), shelf.row(fill=fill), shelf.row()])
     for _ in range(STEPS_BEFORE_STACKING + 1):
         shelf.check([good, bad, bad, other, *[None] * 4], ignored=(bad,))
     assert shelf.num_stacked == 2
 
 
-def test_intermediates_that_overflow_stay_with_their_owner() -> None:
+def test_intermediates_that_overflow_stay_with_their_owner(dtype: torch.dtype) -> None:
     """Finite weights, but their products are not."""
-    shelf = Shelf()
+    shelf = Shelf(dtype)
     good, loud, other = sorted([shelf.row(), shelf.row(fill=1e37), shelf.row()])
     for _ in range(STEPS_BEFORE_STACKING + 1):
         shelf.check([good, loud, loud, other, *[None] * 4], ignored=(loud,))
     assert shelf.num_stacked == 3
 
 
-def test_a_scale_that_would_round_is_not_stacked() -> None:
-    shelf = Shelf()
+def test_a_scale_that_would_round_is_not_stacked(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
     rows = sorted([shelf.row(12), shelf.row(16)])
     for _ in range(STEPS_BEFORE_STACKING + 1):
         shelf.check([*rows, *[None] * 6])
     assert shelf.num_stacked == 1
 
 
-def test_other_bits_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    shelf = Shelf()
+def test_other_bits_are_found_out(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
     rows: list[RowRef | None] = [shelf.row(), *[None] * 7]
     plain = prepacked.linear
     monkeypatch.setattr(prepacked, "linear", lambda x, w, bias: plain(x, w, bias) * 1.01)
@@ -167,8 +178,8 @@ def test_other_bits_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shelf.num_stacked == 0
 
 
-def test_no_more_than_there_is_room_for() -> None:
-    shelf = Shelf(max_bytes=1000)
+def test_no_more_than_there_is_room_for(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype, max_bytes=1000)
     row = shelf.row()
     for _ in range(STEPS_BEFORE_STACKING + 1):
         shelf.check([row, *[None] * 7])

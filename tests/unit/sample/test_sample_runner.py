@@ -43,6 +43,23 @@ def load(directory: Path) -> Callable[..., BaseModel]:
     return make
 
 
+@pytest.fixture(scope="module")
+def even_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sizes as those of real models, multiples of 32: no row's numbers are in a loop's scalar tail, which has other
+    bits in float32."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 32}
+    return tiny_model("llama_tied", tmp_path_factory.mktemp("tiny") / "llama_tied_even", **sizes)
+
+
+@pytest.fixture
+def load_even(even_directory: Path) -> Callable[..., BaseModel]:
+    def make(dtype: torch.dtype) -> BaseModel:
+        source = ModelSource(name="tiny", directory=even_directory)
+        return load_model(source, device=torch.device("cpu"), dtype=dtype, check=False)
+
+    return make
+
+
 class Desk:
     """A scheduler, a sampler and adapters on one model; versions are numbered by their adapter's name."""
 
@@ -139,9 +156,9 @@ def ask(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logprobs_equal_the_trainers(load: Callable[..., BaseModel], dtype: torch.dtype) -> None:
-    """Of sampled and of prompt tokens, with adapters mixed, prompts in chunks, shared and recomputed."""
-    desk = Desk(load(dtype), num_pages=6)
+def test_logprobs_equal_the_trainers(load_even: Callable[..., BaseModel], dtype: torch.dtype) -> None:
+    """Bit for bit, of sampled and of prompt tokens, with adapters mixed, prompts in chunks, shared and recomputed."""
+    desk = Desk(load_even(dtype), num_pages=6)
     versions = [desk.publish(f"m{i}", rank, seed=i) for i, rank in enumerate([4, 8, 16])]
     requests = [
         ask(f"r{i}", tokens(length, i), versions[i % 3], num_samples=i % 2 + 1, prompt_logprobs=True, seed=i)
@@ -149,7 +166,6 @@ def test_logprobs_equal_the_trainers(load: Callable[..., BaseModel], dtype: torc
     ]
     finished = desk.run(*requests)
     assert desk.scheduler.stats()["preemptions"] > 0
-    tolerance = 0.0 if dtype == torch.bfloat16 else 1e-4
     for request in requests:
         assert request.version is not None
         prompt = request.prompt[0].tokens
@@ -157,9 +173,9 @@ def test_logprobs_equal_the_trainers(load: Callable[..., BaseModel], dtype: torc
             output = finished.tokens[request.request_id, sample]
             reference = desk.trainer_logprobs(request.version.model_id, [*prompt, *output])
             sampled = np.array(finished.logprobs[request.request_id, sample], np.float32)
-            np.testing.assert_allclose(sampled, reference[len(prompt) - 1 :], rtol=0, atol=tolerance)
+            np.testing.assert_array_equal(sampled, reference[len(prompt) - 1 :])
             scores = finished.prompts[request.request_id].logprobs
-            np.testing.assert_allclose(scores[1:], reference[: len(prompt) - 1], rtol=0, atol=tolerance)
+            np.testing.assert_array_equal(scores[1:], reference[: len(prompt) - 1])
 
 
 def test_the_base_model_equals_an_adapter_of_zeros(load: Callable[..., BaseModel]) -> None:
@@ -250,12 +266,12 @@ def test_scores_of_the_end_of_a_prompt_compute_no_more_of_it_than_they_must(load
     np.testing.assert_allclose(end[195:], whole[195:], atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "even"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
 def test_a_request_gives_the_same_whatever_else_is_in_the_batch(
-    load: Callable[..., BaseModel], dtype: torch.dtype
+    load: Callable[..., BaseModel], load_even: Callable[..., BaseModel], dtype: torch.dtype, even: bool
 ) -> None:
-    model = load(dtype)
-    options: dict[str, Any] = {"batch_invariant": dtype == torch.float32}
+    model = load_even(dtype) if even else load(dtype)
+    options: dict[str, Any] = {"batch_invariant": dtype == torch.float32 and not even}
     quiet, busy = (
         Desk(model, num_pages=NUM_PAGES, **options),
         Desk(model, num_pages=5, max_num_batched_tokens=23, **options),
@@ -351,12 +367,13 @@ def test_what_a_page_held_before_does_not_matter(load: Callable[..., BaseModel])
 
 
 def test_one_sequence_a_pass_where_the_model_is_not_packable(load: Callable[..., BaseModel]) -> None:
-    model = load()
+    packing, model = Desk(load()), load()
+    model.facts = dataclasses.replace(model.facts, packable=False)
     desk = Desk(model)
     version = desk.publish("m")
+    assert packing.publish("m") == version
     requests = [ask("a", tokens(70, 1), version, num_samples=3, prompt_logprobs=True), ask("b", tokens(20, 2))]
-    expected = desk.run(*requests)
-    model.facts = dataclasses.replace(model.facts, packable=False)
+    expected = packing.run(*requests)
     passes: list[int] = []
     decoder_forward = model.decoder_forward
     model.decoder_forward = lambda tokens_T, positions_T, batch: (  # type: ignore[method-assign]
@@ -542,11 +559,11 @@ def test_samples_of_one_prompt_compute_it_once(load: Callable[..., BaseModel]) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cached_prefixes_change_nothing(load: Callable[..., BaseModel], dtype: torch.dtype) -> None:
-    """Bit for bit in bfloat16. Prompts begin alike, go on with what was sampled, and pages are few."""
+def test_cached_prefixes_change_nothing(load_even: Callable[..., BaseModel], dtype: torch.dtype) -> None:
+    """Prompts begin alike, go on with what was sampled, and pages are few."""
     outcomes = []
     for prefix_caching in (True, False):
-        desk = Desk(load(dtype), num_pages=7, prefix_caching=prefix_caching)
+        desk = Desk(load_even(dtype), num_pages=7, prefix_caching=prefix_caching)
         version = desk.publish("m", 8)
         start, finished = tokens(130, 1), []
         for turn in range(3):
@@ -560,10 +577,7 @@ def test_cached_prefixes_change_nothing(load: Callable[..., BaseModel], dtype: t
         assert (desk.scheduler.stats()["hit_tokens"] > 2000) == prefix_caching
     for kept, computed in zip(*outcomes, strict=True):
         assert kept.tokens == computed.tokens
-        if dtype == torch.bfloat16:
-            assert kept.logprobs == computed.logprobs
-        for key, logprobs in computed.logprobs.items():
-            np.testing.assert_allclose(kept.logprobs[key], logprobs, rtol=0, atol=1e-4)
+        assert kept.logprobs == computed.logprobs
 
 
 def test_versions_are_pinned_while_a_request_uses_them(load: Callable[..., BaseModel]) -> None:
