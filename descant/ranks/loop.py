@@ -72,11 +72,13 @@ class TurnLoop:
         *,
         respond: Callable[[RankResponse], None],
         turn_status: TurnStatus,
-        steps_per_microbatch: float,
+        time_share: float,
+        max_pass_s: float,
         seconds: Callable[[], float] = time.monotonic,
     ):
         """``respond`` is called by the loop's and the file threads. ``executor`` is used from ``run``'s thread on.
-        ``seconds`` measures how long requests wait."""
+        ``time_share``: seconds of sampling for each second of training while both wait. ``max_pass_s``: of a training
+        turn while sequences are sampled. ``seconds`` measures how long requests wait and turns take."""
         self._executor = executor
         self._info = executor.info
         self._respond = respond
@@ -89,7 +91,8 @@ class TurnLoop:
             microbatch_tokens=executor.info.microbatch_tokens,
             piece_tokens=executor.info.piece_tokens,
             packable=executor.info.facts.packable,
-            shares={SAMPLE: steps_per_microbatch},
+            shares={TRAIN: 1.0, SAMPLE: time_share},
+            max_pass_s=max_pass_s,
         )
         self._sampling = SamplingDispatcher(executor, respond)
         self._turn = 0
@@ -112,9 +115,10 @@ class TurnLoop:
                         self._wait()
                     continue
                 self._turn += 1
+                began_s = self._seconds()
                 self._execute(choice)
                 self._describe("")
-                self._queues.ran(choice.kind)
+                self._queues.ran(choice.kind, self._seconds() - began_s)
             self._executor.execute(Stop())
         finally:
             self._reader.shutdown(wait=False, cancel_futures=True)

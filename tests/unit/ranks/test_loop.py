@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -157,7 +158,12 @@ def test_a_rank_at_rest_lets_a_burst_come_in(tiny: Path, apart_s: float, passes:
                 raise failure
 
     loop = TurnLoop(
-        worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0, seconds=lambda: inbox.now
+        worker,
+        respond=respond,
+        turn_status=TurnStatus(),
+        time_share=1.0,
+        max_pass_s=math.inf,
+        seconds=lambda: inbox.now,
     )
     loop._inbox = inbox
     for model_id in "ab":
@@ -439,7 +445,7 @@ def test_weights_that_are_followed_are_in_the_next_step(
             case RankResponse(error=DescantError() as failure):
                 raise failure
 
-    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0)
+    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), time_share=1.0, max_pass_s=math.inf)
     send(CreateModel(model_id="a", trainable=Lora(rank=4, seed=0)), snapshot(1))
     loop.run()
     old, new = (ref.version for ref in refs)
@@ -482,7 +488,7 @@ def test_weights_that_cannot_be_published_with_their_snapshot_are_published_when
     def snapshot(seq_id: int) -> Snapshot:
         return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False, to_publish=True)
 
-    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0)
+    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), time_share=1.0, max_pass_s=math.inf)
     loop.post(RankRequest(id=0, op=CreateModel(model_id="a", trainable=Lora(rank=4, seed=0))))
     loop.post(RankRequest(id=1, op=snapshot(1)))
     loop.run()
