@@ -445,6 +445,26 @@ def test_nobody_pays_for_what_it_had_alone() -> None:
     assert Counter(turns(shares, TRAIN, SAMPLE, count=10)) == {TRAIN: 5, SAMPLE: 5}
 
 
+def test_one_turn_that_is_long_shuts_nobody_out() -> None:
+    shares = Shares({TRAIN: 1.0, SAMPLE: 1.0})
+    turns(shares, TRAIN, SAMPLE, takes={TRAIN: 8 * MS, SAMPLE: MS})
+    while shares.next({TRAIN, SAMPLE}) != TRAIN:
+        shares.ran(SAMPLE, MS)
+    shares.ran(TRAIN, 10_000 * MS)
+    steps = turns(shares, TRAIN, SAMPLE, count=200, takes={SAMPLE: MS}).index(TRAIN)
+    assert 8 <= steps <= 2 * LAG_TURNS * 8, "usual turns are twice as long after it, at most"
+
+
+def test_what_long_steps_took_from_training_is_given_back_for_a_while_only() -> None:
+    """They are longer than passes, of which never two are in a row."""
+    shares = Shares({TRAIN: 1.0, SAMPLE: 1.0})
+    ran = turns(shares, TRAIN, SAMPLE, takes={TRAIN: MS, SAMPLE: 20 * MS})
+    assert (TRAIN, TRAIN) not in pairwise(ran)
+    ran = turns(shares, TRAIN, SAMPLE, count=60, takes={TRAIN: 10 * MS, SAMPLE: MS})
+    assert (SAMPLE, SAMPLE) not in pairwise(ran[:20])
+    assert (SAMPLE, SAMPLE) in pairwise(ran)
+
+
 def test_a_tenant_alone_who_trains_step_by_step_has_its_share_and_no_more() -> None:
     """Between two of its passes its next request is on the way for one step."""
     shares, took = Shares({TRAIN: 1.0, SAMPLE: 1.0}), {TRAIN: 6 * MS, SAMPLE: MS}
