@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -71,7 +72,8 @@ def with_waiting(side: type[Queues] | type[ReferenceQueues], what: str, names: l
         microbatch_tokens=TURN_TOKENS,
         piece_tokens=None,
         packable=True,
-        shares={SAMPLE: 4.0},
+        shares={TRAIN: 1.0, SAMPLE: 1.0},
+        max_pass_s=math.inf,
     )
     for name in names:
         queues.add(entry(what, name, 1))
@@ -85,14 +87,14 @@ def milliseconds(do: Callable[[], object]) -> float:
 
 
 def decode_step(queues: Queues | ReferenceQueues) -> float:
-    queues.ran(TRAIN)  # steps are due ...
-    queues.ran(ROWS)  # ... and rows are not
+    queues.ran(TRAIN, 1.0)  # a step is due ...
+    queues.ran(ROWS, 1.0)  # ... and rows are not
 
     def turn() -> None:
         choice = queues.choose({SAMPLE})
         assert choice.kind == SAMPLE
         queues.prefetch_order(choice)
-        queues.ran(choice.kind)
+        queues.ran(choice.kind, 0.1)
 
     return milliseconds(turn)
 
@@ -116,7 +118,7 @@ def training_turn(queues: Queues | ReferenceQueues) -> float:
         for key in queues.take(choice, 0.0).closes:
             queues.end(key)
             taken.append(key)
-        queues.ran(choice.kind)
+        queues.ran(choice.kind, 1.0)
 
     value = milliseconds(turn)
     for model_id, seq_id in taken:

@@ -130,12 +130,13 @@ class Timed(Around):
 class Desk:
     """A client on a turn loop: what it sent, and when what came back."""
 
-    def __init__(self, worker: Timed, settings: SampleSettings):
+    def __init__(self, worker: Timed, settings: ReplicaSettings):
         self.loop = TurnLoop(
             worker,
             respond=self._take,
             turn_status=TurnStatus(),
-            steps_per_microbatch=settings.steps_per_microbatch,
+            time_share=settings.sample.time_share,
+            max_pass_s=settings.train.max_pass_ms / 1000,
         )
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
         self._thread.start()
@@ -388,7 +389,7 @@ def main() -> None:
     options.microbatch_tokens = worker.info.microbatch_tokens
     gc.collect()
     gc.freeze()  # as a rank does
-    desk = Desk(worker, settings.sample)
+    desk = Desk(worker, settings)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(f"{card}, torch {torch.__version__}, {options.shape}, {model.dtype}", flush=True)
     found = {}

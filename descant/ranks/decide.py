@@ -47,53 +47,103 @@ class Choice:
 # Shares
 
 
+LAG_TURNS = 8
+"""Usual turns: how far one kind may be ahead of another that waits, at most."""
+_LEARNT = 1 / 8
+"""What one turn counts in the mean that is usual."""
+_FIRST_TURN_S = 2**-10
+"""What is usual before any turn; too little, so that the first ones, which compile, do not count for what they took."""
+_SHORTEST_TURN_S = 2**-20
+"""What a turn counts at least, so that turns alternate under a clock that stands."""
+
+
 class Shares:
-    """Takes turns between kinds of work: weighted deficit round robin, where a round is one training turn.
+    """Takes turns between kinds of work: weighted fair queueing by time.
 
     Row commands go first, all that wait at once: they are short and unblock the most tenants. But never twice in a
-    row while anything else waits, so that a stream of them starves nothing. Every other kind has a share of turns for
-    each training turn, and a credit: a training turn earns it its share, a turn of its own spends one. With a share of
-    at least one a waiting token waits for one training turn at most, and training is never shut out.
+    row while anything else waits, so that a stream of them starves nothing. Their time counts for nobody. Every other
+    kind has a virtual time, the seconds of its turns divided by its share, and of those that have work the least goes
+    first; of equals training is the last.
+
+    Nobody saves up: a kind without work is raised to the least of those that have some. Nor is anybody shut out for a
+    single turn, however long: a kind that ran is ahead of the least of the others that wait by ``LAG_TURNS`` usual
+    turns at most.
+
+    Between two training turns every kind with a share of at least one has a turn if it waits, whatever the times say:
+    what waits to be sampled waits for one training turn at most.
     """
 
     def __init__(self, shares: Mapping[Kind, float]):
-        """``shares``: turns for each training turn, of every kind but training and rows."""
+        """``shares``: of every kind but rows, ``TRAIN`` among them; above 0."""
         self._shares = dict(shares)
-        self._credit = dict.fromkeys(shares, 1.0)
+        self._time = dict.fromkeys(shares, 0.0)
+        """Virtual seconds, as below."""
+        self._usual = dict.fromkeys(shares, _FIRST_TURN_S)
+        self._waiting: Collection[Kind] = ()
+        """Of those with a share, at the last choice."""
+        self._before_training: set[Kind] = set()
+        """Those that have a turn before the next of training, if they wait."""
         self._last: Kind = IDLE
 
     def next(self, ready: Collection[Kind]) -> Kind:
         """The kind of the next turn, of those that have work; ``IDLE`` if none has."""
-        others = [kind for kind in self._shares if kind in ready]
-        if ROWS in ready and not (self._last == ROWS and (TRAIN in ready or others)):
+        self._waiting = waiting = [kind for kind in self._shares if kind in ready]
+        if ROWS in ready and not (self._last == ROWS and waiting):
             return ROWS
-        if TRAIN not in ready and len(others) > 1:
-            self._earn_without_training(others)
-        if others:
-            first = max(others, key=self._credit.__getitem__)
-            if self._credit[first] >= 1 or TRAIN not in ready:
-                return first
-        return TRAIN if TRAIN in ready else IDLE
+        if not waiting:
+            return IDLE
+        first = min(waiting, key=self._order)
+        if first == TRAIN and (others := [kind for kind in waiting if kind in self._before_training]):
+            return min(others, key=self._order)
+        return first
 
-    def ran(self, kind: Kind) -> None:
-        """A turn is over."""
+    def ran(self, kind: Kind, seconds: float) -> None:
+        """A turn is over that took so long."""
         self._last = kind
+        if kind not in self._shares:
+            return
         if kind == TRAIN:
-            self._earn(self._shares, 1)
-        elif kind in self._shares:
-            self._credit[kind] = max(0.0, self._credit[kind] - 1)
+            self._before_training = {other for other, share in self._shares.items() if share >= 1} - {TRAIN}
+        else:
+            self._before_training.discard(kind)
+        turn, usual = max(seconds, _SHORTEST_TURN_S) / self._shares[kind], self._usual[kind]
+        self._usual[kind] += (min(turn, LAG_TURNS * usual) - usual) * _LEARNT
+        self._time[kind] += turn
+        others = [self._time[other] for other in self._waiting if other != kind]
+        if others:
+            self._time[kind] = min(self._time[kind], min(others) + LAG_TURNS * max(self._usual.values()))
+        least = min([self._time[kind], *others])
+        for other, time in self._time.items():
+            self._time[other] = max(time, least)
 
-    def _earn(self, kinds: Collection[Kind], num_rounds: int) -> None:
-        """Bounded on both sides (``ran``), so that neither an idle trainer nor another idle kind saves up."""
-        for kind in kinds:
-            share = self._shares[kind]
-            self._credit[kind] = min(self._credit[kind] + num_rounds * share, max(1.0, share))
+    def _order(self, kind: Kind) -> tuple[float, bool]:
+        return self._time[kind], kind == TRAIN
 
-    def _earn_without_training(self, kinds: Sequence[Kind]) -> None:
-        """As many rounds as it takes until one of them is due, so that they keep their shares among themselves."""
-        missing = [(1 - self._credit[kind]) / self._shares[kind] for kind in kinds if self._shares[kind] > 0]
-        if missing and (num_rounds := math.ceil(min(missing))) > 0:
-            self._earn(kinds, num_rounds)
+
+class PassTokens:
+    """How many tokens a training turn may have, so that it takes a given time at most: by the tokens a second of those
+    that were measured.
+
+    Shorter turns make fewer tokens a second than long ones. So one that takes no longer than it may says that more
+    fits, never that less does. No single turn, such as one that compiles or one that is refused, does more than halve
+    or double the limit."""
+
+    def __init__(self, max_seconds: float):
+        self._max_seconds = max_seconds
+        self._tokens_per_s = math.inf
+
+    @property
+    def limit(self) -> float:
+        """Infinite until a turn was measured."""
+        return self._tokens_per_s * self._max_seconds
+
+    def ran(self, tokens: int, seconds: float) -> None:
+        """A turn of so many tokens is over, and the device has done it."""
+        tokens_per_s = tokens / max(seconds, _SHORTEST_TURN_S)
+        if math.isinf(self._tokens_per_s):
+            self._tokens_per_s = tokens_per_s
+        elif tokens_per_s > self._tokens_per_s or seconds > self._max_seconds:
+            self._tokens_per_s = min((self._tokens_per_s + tokens_per_s) / 2, 2 * self._tokens_per_s)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from descant.errors import DescantError
 from descant.ranks.channel import ServerChannel, TurnStatus
 from descant.ranks.ops import START, RankRequest, RankResponse, Stop
 from descant.ranks.rank_main import rank_command, rank_environment
-from descant.ranks.settings import RankAssignment, RankSpec, SampleSettings
+from descant.ranks.settings import RankAssignment, RankSpec, ReplicaSettings
 
 if TYPE_CHECKING:
     from descant.ranks.executor import Executor
@@ -380,7 +380,7 @@ def keep_line(lines: deque[str], line: str) -> None:
 class ThreadLink:
     """``Link`` to a replica of one rank."""
 
-    def __init__(self, settings: SampleSettings, receive: Receive):
+    def __init__(self, settings: ReplicaSettings, receive: Receive):
         self.pids: Sequence[int] = ()
         self.nodes: Sequence[str] = ()
         self._turn_status = TurnStatus()
@@ -391,7 +391,7 @@ class ThreadLink:
         self._turn_loop: Any = None
 
     @classmethod
-    async def start(cls, build: Callable[[Phase], Executor], settings: SampleSettings, receive: Receive) -> ThreadLink:
+    async def start(cls, build: Callable[[Phase], Executor], settings: ReplicaSettings, receive: Receive) -> ThreadLink:
         link = cls(settings, receive)
         threading.Thread(target=link._run, args=(build,), name="descant-rank", daemon=True).start()
         return link
@@ -410,7 +410,8 @@ class ThreadLink:
                 executor,
                 respond=self._respond,
                 turn_status=self._turn_status,
-                steps_per_microbatch=self._settings.steps_per_microbatch,
+                time_share=self._settings.sample.time_share,
+                max_pass_s=self._settings.train.max_pass_ms / 1000,
             )
             self._respond(RankResponse(id=START, result=executor.info))
             self._turn_loop.run()

@@ -14,14 +14,14 @@ import contextlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from descant.errors import DescantError, ServerError
 from descant.ranks.channel import TurnStatus
-from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, row_order
+from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, Kind, row_order
 from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import (
     Background,
@@ -72,11 +72,13 @@ class TurnLoop:
         *,
         respond: Callable[[RankResponse], None],
         turn_status: TurnStatus,
-        steps_per_microbatch: float,
+        time_share: float,
+        max_pass_s: float,
         seconds: Callable[[], float] = time.monotonic,
     ):
         """``respond`` is called by the loop's and the file threads. ``executor`` is used from ``run``'s thread on.
-        ``seconds`` measures how long requests wait."""
+        ``time_share``: seconds of sampling for each second of training while both wait. ``max_pass_s``: of a training
+        turn while sequences are sampled. ``seconds`` measures how long requests wait and turns take."""
         self._executor = executor
         self._info = executor.info
         self._respond = respond
@@ -89,10 +91,15 @@ class TurnLoop:
             microbatch_tokens=executor.info.microbatch_tokens,
             piece_tokens=executor.info.piece_tokens,
             packable=executor.info.facts.packable,
-            shares={SAMPLE: steps_per_microbatch},
+            shares={TRAIN: 1.0, SAMPLE: time_share},
+            max_pass_s=max_pass_s,
         )
         self._sampling = SamplingDispatcher(executor, respond)
         self._turn = 0
+        self._spent_s: dict[Kind, float] = dict.fromkeys((TRAIN, ROWS, SAMPLE, IDLE), 0.0)
+        """Of the loop's thread, by kind of turn."""
+        self._accounted_s = 0.0
+        """Until when."""
         self._stopped = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="descant-write")
@@ -103,6 +110,7 @@ class TurnLoop:
 
     def run(self) -> None:
         """Until ``Stop``. Work that is not done then is not answered."""
+        self._accounted_s = self._seconds()
         try:
             while not self._stopped:
                 self._take_requests()
@@ -112,9 +120,11 @@ class TurnLoop:
                         self._wait()
                     continue
                 self._turn += 1
+                began_s = self._seconds()
                 self._execute(choice)
                 self._describe("")
-                self._queues.ran(choice.kind)
+                self._account(choice.kind)
+                self._queues.ran(choice.kind, self._accounted_s - began_s)
             self._executor.execute(Stop())
         finally:
             self._reader.shutdown(wait=False, cancel_futures=True)
@@ -125,13 +135,26 @@ class TurnLoop:
             request = self._inbox.get(timeout=self._info.idle_s)
         except queue.Empty:
             self._executor.execute(Idle())
+            self._account(IDLE)
             return
+        self._account(IDLE)
         self._take(request)
         # Requests come in bursts. A pass of the first alone would keep all others waiting for as long as one of all.
         until = self._seconds() + BURST_S
         with contextlib.suppress(queue.Empty):
             while not self._stopped and self._seconds() < until:
                 self._take(self._inbox.get(timeout=QUIET_S))
+        self._account(IDLE)
+
+    def _account(self, kind: Kind) -> None:
+        """The time since the last call is that of a turn of this kind: taking requests and choosing it included."""
+        now_s = self._seconds()
+        self._spent_s[kind] += now_s - self._accounted_s
+        self._accounted_s = now_s
+
+    def _stats(self) -> Mapping[str, float]:
+        spent = {f"loop_{kind}_seconds": seconds for kind, seconds in self._spent_s.items()}
+        return {**self._executor.execute(Stats()), **self._sampling.stats(), **spent}
 
     def _describe(self, what: str) -> None:
         self._turn_status.write(self._turn, what)
@@ -164,7 +187,7 @@ class TurnLoop:
             case Release():
                 self._answer(id, lambda: self._sampling.release(op.version))
             case Stats():
-                self._answer(id, lambda: {**self._executor.execute(op), **self._sampling.stats()})
+                self._answer(id, self._stats)
             case Operation():
                 self._answer(id, lambda: self._executor.execute(op))
             case _:

@@ -46,6 +46,17 @@ def piece_at(data: Sequence[WaitingDatum], start: int) -> Sequence[WaitingDatum]
     return data[start:end]
 
 
+def computed_tokens(data: Sequence[WaitingDatum]) -> int:
+    """What a pass of these computes."""
+    models: set[str] = set()
+    tokens = 0
+    for datum in data:
+        model_id = datum.part.request[0]
+        tokens += datum.added_tokens if model_id in models else datum.tokens
+        models.add(model_id)
+    return tokens
+
+
 def cut_into_pieces(data: Sequence[WaitingDatum], num_ranks: int, *, piece_tokens: int) -> tuple[WaitingDatum, ...]:
     """A request's datums in the order in which they run, cut into pieces: a function of these alone.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from descant.ranks.decide import ROWS, TRAIN, Choice, Kind, Shares
+from descant.ranks.decide import ROWS, TRAIN, Choice, Kind, PassTokens, Shares
 from descant.ranks.executor import AdapterMemory
 from descant.ranks.fair_queue import FairQueue, RuntimeQueue, WaitingModel, runtime_on_arrival
-from descant.ranks.partition import WaitingDatum, cut_into_pieces, piece_at
+from descant.ranks.partition import WaitingDatum, computed_tokens, cut_into_pieces, piece_at
 from descant.train.pack import MIN_SHARED_TOKENS, common_prefix
 from descant.train.runner import Part, RequestKey
 from descant.types import Command, DeleteModel, ForwardBackward, Int32, input_length, input_tokens
@@ -126,13 +127,20 @@ class Queues:
         piece_tokens: int | None,
         packable: bool,
         shares: Mapping[Kind, float],
+        max_pass_s: float,
     ):
         """``microbatch_tokens``: of one rank's part of a training turn. ``piece_tokens``: see ``ReplicaInfo``. Not
-        packable: one piece a training turn. ``shares``: see ``Shares``."""
+        packable: one piece a training turn. ``shares``: see ``Shares``. ``max_pass_s``: of a training turn while other
+        kinds of work have something to run, as far as ``PassTokens`` can tell."""
         self._num_ranks = num_ranks
         self._turn_tokens = num_ranks * microbatch_tokens if packable else 0
         self._piece_tokens = piece_tokens
         self._shares = Shares(shares)
+        self._pass_tokens = PassTokens(max_pass_s)
+        self._measured_tokens = 0
+        """Of the turn that runs, if it says how long passes take."""
+        self._others_wait = False
+        """Other kinds of work had something to run at the last choice."""
         self._models: dict[str, _ModelQueue] = {}
         """With something waiting; ``_runtimes`` remembers the others."""
         self._training: FairQueue[_ModelQueue] = FairQueue(memory)
@@ -177,11 +185,13 @@ class Queues:
         """The next turn. ``ready``: the other kinds of work that have something to run."""
         waiting = [kind for kind, place in ((ROWS, self._with_rows), (TRAIN, self._training)) if len(place)]
         kind = self._shares.next({*waiting, *ready})
+        self._others_wait = bool(ready)
         if kind == ROWS:
             models = sorted(self._with_rows, key=lambda model: model.arrival)
             return Choice(kind=kind, commands=tuple(command for model in models for command in model.rows()))
         if kind == TRAIN:
-            return Choice(kind=kind, data=self._training.fill(self._turn_tokens))
+            limit = self._pass_tokens.limit if self._others_wait else math.inf
+            return Choice(kind=kind, data=self._training.fill(int(min(self._turn_tokens, limit))))
         return Choice(kind=kind)
 
     def prefetch_order(self, choice: Choice) -> tuple[str, ...]:
@@ -231,6 +241,8 @@ class Queues:
         for model in models:
             self._put(model)
         closes = tuple(key for key, entry in entries.items() if entry.is_taken)
+        # An evaluation is faster. And where nobody else waits, the turn may end before the device has done it.
+        self._measured_tokens = computed_tokens(choice.data) if backward and self._others_wait else 0
         return Taken(entries=entries, opens=tuple(opens), closes=closes, tokens=tokens, backward=backward)
 
     def end(self, key: RequestKey) -> Entry:
@@ -249,9 +261,12 @@ class Queues:
             self._runtimes.pop(model_id, None)
         return entry
 
-    def ran(self, kind: Kind) -> None:
-        """A turn is over."""
-        self._shares.ran(kind)
+    def ran(self, kind: Kind, seconds: float) -> None:
+        """A turn is over that took so long."""
+        self._shares.ran(kind, seconds)
+        if self._measured_tokens:
+            self._pass_tokens.ran(self._measured_tokens, seconds)
+            self._measured_tokens = 0
 
     def _order(self, with_rows: Iterable[str], newcomers: Iterable[_ModelQueue]) -> tuple[str, ...]:
         return (*with_rows, *self._training.order(newcomers), *self._blocked.order())

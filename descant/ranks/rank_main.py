@@ -156,7 +156,8 @@ def _lead(worker: Worker, peers: Peers, spec: RankSpec, channel: RankChannel, tu
         SpmdExecutor(worker, peers) if peers.num_ranks > 1 else worker,
         respond=channel.send,
         turn_status=turn_status,
-        steps_per_microbatch=spec.settings.sample.steps_per_microbatch,
+        time_share=spec.settings.sample.time_share,
+        max_pass_s=spec.settings.train.max_pass_ms / 1000,
     )
     _listen(channel, loop.post)
     channel.send(RankResponse(id=START, result=worker.info))

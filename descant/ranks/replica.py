@@ -157,9 +157,7 @@ class Replica:
     ) -> Replica:
         """The same turn loop in a thread of this process, for tests and debugging. ``build`` runs in that thread."""
         settings = settings or ReplicaSettings()
-        replica = cls(
-            "in process", lambda receive: ThreadLink.start(build, settings.sample, receive), settings, on_death
-        )
+        replica = cls("in process", lambda receive: ThreadLink.start(build, settings, receive), settings, on_death)
         await replica._start(None)
         return replica
 

@@ -69,6 +69,9 @@ class TrainSettings:
     microbatch_tokens: int | None = None
     """Tokens of one training turn. Larger ones are more efficient; a sampled token waits for one at most. None: 2048 on
     a CPU, and on a CUDA device up to 16384, as many as fit its memory without activation checkpointing."""
+    max_pass_ms: float = 100.0
+    """A training turn while sequences are sampled: no more tokens than were computed in that time before, but at least
+    one datum, on a CPU what is one pass. Shorter ones are less efficient on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +90,9 @@ class SampleSettings:
     (activations need the rest), 1 GiB elsewhere."""
     batch_invariant: bool = False
     """A request gives the same bits whatever else is in the batch. In bf16 on a CPU it does so anyway."""
-    steps_per_microbatch: float = 4.0
-    """Decode steps between two microbatches while both wait. At least 1, or tokens wait for several microbatches."""
+    time_share: float = 1.0
+    """Seconds of sampling for each second of training while both wait. At least 1, or tokens wait for several training
+    turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,10 @@ COUNTERS = frozenset(
         "adapter_loads",
         "adapter_prefetches",
         "adapter_load_wait_seconds",
+        "loop_train_seconds",
+        "loop_rows_seconds",
+        "loop_sample_seconds",
+        "loop_idle_seconds",
     ]
 )
 """Numbers that only grow while their replicas live; a counter's name ends with ``_total``. All others are gauges."""

@@ -7,9 +7,9 @@ import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, Kind
+from descant.ranks.decide import IDLE, LAG_TURNS, ROWS, SAMPLE, TRAIN, Choice, Kind
 from descant.ranks.executor import AdapterMemory
 from descant.ranks.fair_queue import STARVATION_BOUND
 from descant.ranks.partition import WaitingDatum, piece_at
@@ -49,29 +49,61 @@ class ModelView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What the turns so far have left. ``lead_s``: seconds that the sampler has had more than its share, in seconds of
+    training. ``step_is_due``: a training turn has run since its last step. ``usual_s``: of training turns and of steps,
+    in seconds of training."""
+
+    last: Kind = IDLE
+    lead_s: float = 0.0
+    step_is_due: bool = False
+    usual_s: tuple[float, float] = (2**-10, 2**-10)
+
+    def after(self, kind: Kind, seconds: float, *, time_share: float, both_wait: bool) -> Past:
+        """A turn that took so long. ``both_wait``: training and sampling had work when it was chosen."""
+        if kind not in (TRAIN, SAMPLE):
+            return replace(self, last=kind)
+        training, step = self.usual_s
+        seconds = max(seconds, 2**-20)
+        if kind == TRAIN:
+            lead_s, training = self.lead_s - seconds, _mean(training, seconds)
+        else:
+            lead_s, step = self.lead_s + seconds / time_share, _mean(step, seconds / time_share)
+        longest_s = LAG_TURNS * max(training, step) if both_wait else 0.0
+        return Past(
+            last=kind,
+            lead_s=max(lead_s, -longest_s) if kind == TRAIN else min(lead_s, longest_s),
+            step_is_due=kind == TRAIN and time_share >= 1,
+            usual_s=(training, step),
+        )
+
+
+def _mean(usual: float, turn: float) -> float:
+    return usual + (min(turn, LAG_TURNS * usual) - usual) / 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """``models`` in order of arrival (the tie-break). ``sampling``: the sampler has a step to run. ``sample_credit``:
-    steps the sampler is owed (``credit_after``)."""
+    """``models`` in order of arrival (the tie-break). ``sampling``: the sampler has a step to run."""
 
     models: tuple[ModelView, ...]
     sampling: bool
-    last: Kind
-    sample_credit: float
+    past: Past = Past()
 
 
 def decide(
     waiting: Waiting, *, microbatch_tokens: int, packable: bool = True, adapter_bytes: float = math.inf
 ) -> Choice:
     """Row commands first, all that wait at once: they are short and unblock the most tenants. But never twice in a
-    row while a pass waits, so that a stream of them starves nothing. Then training and sampling by credit: with a
-    share of at least one step a microbatch, a waiting token waits for one microbatch at most, and training is never
-    shut out. Not packable: one datum a microbatch. The models of a microbatch, and those with a request that goes on
-    after it, fit ``adapter_bytes`` together (one alone may pass it)."""
+    row while a pass waits, so that a stream of them starves nothing. Then training or sampling, whichever has had less
+    of its share of the time; with a share of at least one, a waiting token waits for one microbatch at most. Not
+    packable: one datum a microbatch. The models of a microbatch, and those with a request that goes on after it, fit
+    ``adapter_bytes`` together (one alone may pass it)."""
     training = any(model.data for model in waiting.models)
     rows = tuple(command for model in waiting.models for command in model.rows)
-    if rows and not (waiting.last == ROWS and (training or waiting.sampling)):
+    if rows and not (waiting.past.last == ROWS and (training or waiting.sampling)):
         return Choice(kind=ROWS, commands=rows)
-    if waiting.sampling and (waiting.sample_credit >= 1 or not training):
+    if waiting.sampling and (waiting.past.step_is_due or waiting.past.lead_s <= 0 or not training):
         return Choice(kind=SAMPLE)
     if training:
         data = _fill(waiting.models, microbatch_tokens if packable else 0, adapter_bytes)
@@ -136,14 +168,15 @@ def _fill(models: Sequence[ModelView], room: int, adapter_bytes: float) -> tuple
     return tuple(data)
 
 
-def credit_after(credit: float, kind: Kind, *, steps_per_microbatch: float) -> float:
-    """The sampler's credit after a turn: a microbatch earns it its share, a step spends one. Bounded on both sides, so
-    that neither an idle sampler nor an idle trainer saves up."""
-    if kind == TRAIN:
-        return min(credit + steps_per_microbatch, max(1.0, steps_per_microbatch))
-    if kind == SAMPLE:
-        return max(0.0, credit - 1)
-    return credit
+def pass_tokens(measured: Iterable[tuple[int, float]], max_pass_s: float) -> float:
+    """The tokens of a turn that takes ``max_pass_s``, by all that were ``measured``: tokens and seconds of each."""
+    rate = math.inf
+    for tokens, seconds in measured:
+        if rate == math.inf:
+            rate = tokens / seconds
+        elif tokens / seconds > rate or seconds > max_pass_s:
+            rate = min((rate + tokens / seconds) / 2, 2 * rate)
+    return rate * max_pass_s
 
 
 def runtime_on_arrival(virtual_runtime: int, others: Iterable[int], last: int = 0) -> int:
@@ -171,20 +204,25 @@ class ReferenceQueues:
         piece_tokens: int | None,
         packable: bool,
         shares: Mapping[Kind, float],
+        max_pass_s: float,
     ):
         self._memory = memory
         self._num_ranks = num_ranks
         self._turn_tokens = num_ranks * microbatch_tokens
         self._piece_tokens = piece_tokens
         self._packable = packable
-        self._steps_per_microbatch = shares[SAMPLE]
+        self._time_share = shares[SAMPLE]
+        self._max_pass_s = max_pass_s
+        self._measured: list[tuple[int, float]] = []
+        """Tokens and seconds of each turn with a backward pass while sequences were sampled."""
+        self._backward_tokens = 0
+        self._both_wait = self._sampling = False
         # Models with something waiting, in order of arrival; ``_runtimes`` remembers the others.
         self._models: OrderedDict[str, ReferenceModelQueue] = OrderedDict()
         self._runtimes: dict[str, int] = {}
         self._last_runtime = 0
         """By the least virtual_runtime model of the last pass, before it."""
-        self._last: Kind = IDLE
-        self._credit = 1.0
+        self._past = Past()
         self.seen: tuple[ModelView, ...] = ()
         """What the last choice was made from."""
 
@@ -203,9 +241,12 @@ class ReferenceQueues:
 
     def choose(self, ready: Collection[Kind]) -> Choice:
         self.seen = tuple(self._waiting(model_id, waiting) for model_id, waiting in self._models.items())
+        self._sampling = SAMPLE in ready
+        self._both_wait = self._sampling and any(model.data for model in self.seen)
+        limit = pass_tokens(self._measured, self._max_pass_s) if self._sampling else math.inf
         return decide(
-            Waiting(models=self.seen, sampling=SAMPLE in ready, last=self._last, sample_credit=self._credit),
-            microbatch_tokens=self._turn_tokens,
+            Waiting(models=self.seen, sampling=self._sampling, past=self._past),
+            microbatch_tokens=int(min(self._turn_tokens, limit)),
             packable=self._packable,
             adapter_bytes=self._memory.adapter_bytes,
         )
@@ -244,6 +285,12 @@ class ReferenceQueues:
             tokens += length
             self._models[part.request[0]].virtual_runtime += length
         closes = tuple(key for key, entry in entries.items() if entry.is_taken)
+        self._backward_tokens = 0
+        if backward:
+            seen: set[str] = set()
+            for datum in choice.data:
+                self._backward_tokens += datum.added_tokens if datum.part.request[0] in seen else datum.tokens
+                seen.add(datum.part.request[0])
         return Taken(entries=entries, opens=tuple(opens), closes=closes, tokens=tokens, backward=backward)
 
     def end(self, key: RequestKey) -> Entry:
@@ -258,10 +305,11 @@ class ReferenceQueues:
             self._runtimes.pop(model_id, None)
         return entry
 
-    def ran(self, kind: Kind) -> None:
+    def ran(self, kind: Kind, seconds: float) -> None:
         """A turn is over."""
-        self._last = kind
-        self._credit = credit_after(self._credit, kind, steps_per_microbatch=self._steps_per_microbatch)
+        self._past = self._past.after(kind, seconds, time_share=self._time_share, both_wait=self._both_wait)
+        if kind == TRAIN and self._sampling and self._backward_tokens:
+            self._measured.append((self._backward_tokens, seconds))
 
     def _waiting(self, model_id: str, waiting: ReferenceModelQueue) -> ModelView:
         rows: list[Command] = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -157,7 +158,12 @@ def test_a_rank_at_rest_lets_a_burst_come_in(tiny: Path, apart_s: float, passes:
                 raise failure
 
     loop = TurnLoop(
-        worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0, seconds=lambda: inbox.now
+        worker,
+        respond=respond,
+        turn_status=TurnStatus(),
+        time_share=1.0,
+        max_pass_s=math.inf,
+        seconds=lambda: inbox.now,
     )
     loop._inbox = inbox
     for model_id in "ab":
@@ -167,6 +173,85 @@ def test_a_rank_at_rest_lets_a_burst_come_in(tiny: Path, apart_s: float, passes:
     loop.run()
     assert [len(turn.opens) for turn in worker.turns if isinstance(turn, Microbatch)] == passes
     assert waited == {ord("a"): pytest.approx(1000 * apart_s if passes == [2] else 0.0), ord("b"): 0.0}
+
+
+class Clocked(Around):
+    """A worker whose turns take as long by its clock as is said here, whatever they take; and the turns."""
+
+    MS = 2.0**-10
+    PASS_MS, TOKEN_MS, STEP_MS, ROWS_MS = 2, 1, 3, 5
+
+    def __init__(self, worker: Worker):
+        super().__init__(worker)
+        self.now = 100.0
+        self.turns: list[tuple[str, float]] = []
+
+    def execute(self, op: Operation[Any]) -> Any:
+        if isinstance(op, Microbatch):
+            self._pass("train", self.PASS_MS + self.TOKEN_MS * DATUM_TOKENS * len(op.parts))
+        elif isinstance(op, SampleStep):
+            self._pass("sample", self.STEP_MS)
+        elif isinstance(op, Rows):
+            self._pass("rows", self.ROWS_MS)
+        return super().execute(op)
+
+    def _pass(self, kind: str, milliseconds: int) -> None:
+        self.now += milliseconds * self.MS
+        self.turns.append((kind, milliseconds))
+
+
+DATUM_TOKENS = 2
+
+
+@pytest.mark.parametrize(("max_pass_ms", "datums"), [(1000, 8), (10, 4), (1, 1)])
+def test_training_and_sampling_share_the_time(tiny: Path, max_pass_ms: int, datums: int) -> None:
+    """By the clock, not by turns; a training turn with somebody who samples takes no longer than it may."""
+    worker = Clocked(seen_worker(tiny, changed(SETTINGS, train={"microbatch_tokens": 8 * DATUM_TOKENS})))
+    stats, turns = dict[str, float](), list[tuple[str, float]]()
+    data = (datum([3] * DATUM_TOKENS),)
+
+    def send(seq_id: int) -> None:
+        command = ForwardBackward(model_id="a", seq_id=seq_id, data=data, loss_fn="cross_entropy")
+        loop.post(RankRequest(id=seq_id, op=command))
+
+    def respond(response: RankResponse) -> None:
+        match response:
+            case RankResponse(id=9000, error=None, last=True):
+                loop.post(RankRequest(id=9001, op=Stats()))
+            case RankResponse(id=9001):
+                stats.update(response.result)
+                turns.extend(worker.turns)
+                loop.post(RankRequest(id=0, op=Stop()))
+            case RankResponse(id=number, result=ForwardBackwardOutput()):
+                send(number + 20)
+            case RankResponse(error=DescantError() as failure):
+                raise failure
+
+    loop = TurnLoop(
+        worker,
+        respond=respond,
+        turn_status=TurnStatus(),
+        time_share=2.0,
+        max_pass_s=max_pass_ms * worker.MS,
+        seconds=lambda: worker.now,
+    )
+    loop.post(RankRequest(id=0, op=CreateModel(model_id="a", trainable=Lora(rank=4, seed=0))))
+    for seq_id in range(1, 21):
+        send(seq_id)
+    loop.post(RankRequest(id=9000, op=Sample(request=request(max_tokens=100))))
+    loop.run()
+
+    def took_ms(turns: Sequence[tuple[str, float]]) -> dict[str, float]:
+        return {kind: sum(ms for of, ms in turns if of == kind) for kind in ("train", "sample", "rows")}
+
+    passes = [number for number, (kind, _) in enumerate(turns) if kind == "train"]
+    steps = [number for number, (kind, _) in enumerate(turns) if kind == "sample"]
+    assert len(steps) == 100
+    assert {turns[number][1] for number in passes[len(passes) // 2 :]} == {worker.PASS_MS + DATUM_TOKENS * datums}
+    later = took_ms(turns[passes[4] + 1 : steps[-1]])  # once it is known how long turns are
+    assert abs(later["sample"] - 2 * later["train"]) <= 2 * turns[passes[0]][1] + worker.STEP_MS
+    assert {kind: stats[f"loop_{kind}_seconds"] / worker.MS for kind in later} == took_ms(turns)
+    assert stats["loop_idle_seconds"] == 0
 
 
 async def test_a_light_tenant_does_not_wait_for_a_heavy_one(rank: tuple[Replica, Seen]) -> None:
@@ -439,7 +524,7 @@ def test_weights_that_are_followed_are_in_the_next_step(
             case RankResponse(error=DescantError() as failure):
                 raise failure
 
-    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0)
+    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), time_share=1.0, max_pass_s=math.inf)
     send(CreateModel(model_id="a", trainable=Lora(rank=4, seed=0)), snapshot(1))
     loop.run()
     old, new = (ref.version for ref in refs)
@@ -482,7 +567,7 @@ def test_weights_that_cannot_be_published_with_their_snapshot_are_published_when
     def snapshot(seq_id: int) -> Snapshot:
         return Snapshot(model_id="a", seq_id=seq_id, kind="sampler", for_disk=False, to_publish=True)
 
-    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), steps_per_microbatch=1.0)
+    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), time_share=1.0, max_pass_s=math.inf)
     loop.post(RankRequest(id=0, op=CreateModel(model_id="a", trainable=Lora(rank=4, seed=0))))
     loop.post(RankRequest(id=1, op=snapshot(1)))
     loop.run()

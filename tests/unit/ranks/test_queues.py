@@ -3,10 +3,11 @@ the turns."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
 
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, Kind, Shares
+from descant.ranks.decide import IDLE, LAG_TURNS, ROWS, SAMPLE, TRAIN, Choice, Kind, PassTokens, Shares
 from descant.ranks.queues import Entry, Queues
 from descant.testing import reference_queues
 from descant.testing.reference_queues import ReferenceQueues
@@ -57,14 +58,15 @@ class Bank:
         return model_id not in self.offloaded
 
 
-def queues(bank: Bank, *, tokens: int = TURN_TOKENS) -> Queues:
+def queues(bank: Bank, *, tokens: int = TURN_TOKENS, max_pass_s: float = math.inf) -> Queues:
     return Queues(
         bank,
         num_ranks=1,
         microbatch_tokens=tokens,
         piece_tokens=None,
         packable=True,
-        shares={SAMPLE: 1.0, "draft": 0.5},
+        shares={TRAIN: 1.0, SAMPLE: 1.0, "draft": 0.5},
+        max_pass_s=max_pass_s,
     )
 
 
@@ -79,12 +81,12 @@ def step(model_id: str, seq_id: int) -> Entry:
 
 
 def run(waiting: Queues, *ready: Kind) -> Choice:
-    """A turn."""
+    """A turn of a second."""
     choice = waiting.choose(ready)
     ended: Collection[RequestKey] = waiting.take(choice, 0.0).closes if choice.kind == TRAIN else choice.keys
     for key in ended:
         waiting.end(key)
-    waiting.ran(choice.kind)
+    waiting.ran(choice.kind, 1.0)
     return choice
 
 
@@ -94,7 +96,16 @@ def run(waiting: Queues, *ready: Kind) -> Choice:
 class Both:
     """The queues and the plain ones, and what happens to both."""
 
-    def __init__(self, random: Random, *, num_ranks: int, piece_tokens: int | None, packable: bool, share: float):
+    def __init__(
+        self,
+        random: Random,
+        *,
+        num_ranks: int,
+        piece_tokens: int | None,
+        packable: bool,
+        share: float,
+        max_pass_s: float,
+    ):
         self.random, self.bank = random, Bank()
         self.sides = [
             made(
@@ -103,7 +114,8 @@ class Both:
                 microbatch_tokens=TURN_TOKENS,
                 piece_tokens=piece_tokens,
                 packable=packable,
-                shares={SAMPLE: share},
+                shares={TRAIN: 1.0, SAMPLE: share},
+                max_pass_s=max_pass_s,
             )
             for made in (Queues, ReferenceQueues)
         ]
@@ -167,8 +179,9 @@ class Both:
             self.bank.sizes[model_id] = (self.random.randint(1, 6), self.random.randint(0, 3))
             for side in self.sides:
                 assert side.end((model_id, seq_id)).command is self.commands[model_id, seq_id]
+        seconds = self.random.choice([1, 2, 3, 10, 500]) * 2**-10
         for side in self.sides:
-            side.ran(choice.kind)
+            side.ran(choice.kind, seconds)
         self.moved = self.moved and choice.kind == SAMPLE
 
     def move(self, limit: int, offloaded: set[str]) -> None:
@@ -196,7 +209,8 @@ class Both:
     num_ranks=st.sampled_from([1, 1, 2]),
     piece_tokens=st.sampled_from([None, None, 40]),
     packable=st.sampled_from([True, True, True, False]),
-    share=st.sampled_from([0.3, 1.0, 2.5, 4.0]),
+    share=st.sampled_from([0.25, 1.0, 2.0, 4.0]),
+    max_pass_s=st.sampled_from([2**-7, math.inf]),
     arrivals=st.integers(1, 5),
 )
 def test_they_choose_what_looking_at_all_would(
@@ -206,10 +220,18 @@ def test_they_choose_what_looking_at_all_would(
     piece_tokens: int | None,
     packable: bool,
     share: float,
+    max_pass_s: float,
     arrivals: int,
 ) -> None:
     random = Random(seed)
-    both = Both(random, num_ranks=num_ranks, piece_tokens=piece_tokens, packable=packable, share=share)
+    both = Both(
+        random,
+        num_ranks=num_ranks,
+        piece_tokens=piece_tokens,
+        packable=packable,
+        share=share,
+        max_pass_s=max_pass_s,
+    )
     names = [f"m{number}" for number in range(num_models)]
     for _ in range(60):
         for _ in range(random.randrange(arrivals)):
@@ -287,66 +309,237 @@ def test_a_training_turn_asks_about_those_it_takes() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- shares
 
+MS = 2.0**-10
+
 
 @given(
-    share=st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.5, 4.0]),
-    ready=st.lists(st.sets(st.sampled_from([TRAIN, SAMPLE, ROWS])), max_size=80),
+    share=st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0]),
+    turns=st.lists(
+        st.tuples(
+            st.sets(st.sampled_from([TRAIN, SAMPLE, ROWS])), st.integers(0, 20) | st.sampled_from([0, 300, 10**7])
+        ),
+        max_size=80,
+    ),
 )
-def test_training_and_sampling_take_turns_as_by_one_credit(share: float, ready: list[set[Kind]]) -> None:
-    shares, credit, last = Shares({SAMPLE: share}), 1.0, IDLE
-    for kinds in ready:
+def test_training_and_sampling_take_turns_as_by_one_lead(share: float, turns: list[tuple[set[Kind], int]]) -> None:
+    shares, past = Shares({TRAIN: 1.0, SAMPLE: share}), reference_queues.Past()
+    for kinds, milliseconds in turns:
         models = (
             reference_queues.ModelView(model_id="a", rows=(step("a", 1).command,) if ROWS in kinds else ()),
             reference_queues.ModelView(model_id="b", data=backward("b", 1, 1).data(1, None) if TRAIN in kinds else ()),
         )
-        state = reference_queues.Waiting(models=models, sampling=SAMPLE in kinds, last=last, sample_credit=credit)
+        state = reference_queues.Waiting(models=models, sampling=SAMPLE in kinds, past=past)
         kind = reference_queues.decide(state, microbatch_tokens=1).kind
         assert shares.next(kinds) == kind
         if kind != IDLE:
-            shares.ran(kind)
-            last, credit = kind, reference_queues.credit_after(credit, kind, steps_per_microbatch=share)
+            shares.ran(kind, milliseconds * MS)
+            both_wait = {TRAIN, SAMPLE} <= kinds
+            past = past.after(kind, milliseconds * MS, time_share=share, both_wait=both_wait)
 
 
-def turns(shares: Shares, *ready: Kind, count: int = 700) -> list[Kind]:
+def turns(shares: Shares, *ready: Kind, count: int = 700, takes: Mapping[Kind, float] | None = None) -> list[Kind]:
+    """``takes``: seconds of each kind's turn; one that is not there takes one."""
     ran = []
     for _ in range(count):
         ran.append(shares.next(ready))
-        shares.ran(ran[-1])
+        shares.ran(ran[-1], (takes or {}).get(ran[-1], 1.0))
     return ran
 
 
+ALL_KINDS = (TRAIN, SAMPLE, "draft", ROWS)
+LONGEST = 40
+
+
+@given(
+    shares=st.fixed_dictionaries({SAMPLE: st.sampled_from([0.25, 1.0, 3.0]), "draft": st.sampled_from([0.5, 1.0])}),
+    ready=st.lists(st.sets(st.sampled_from(ALL_KINDS), min_size=1), min_size=1, max_size=12),
+    milliseconds=st.lists(st.integers(0, LONGEST), min_size=1, max_size=12),
+    trains_always=st.booleans(),
+)
+def test_nobody_waits_for_longer_than_is_promised(
+    shares: dict[Kind, float], ready: list[set[Kind]], milliseconds: list[int], trains_always: bool
+) -> None:
+    """Whatever is ready when, and whatever turns take."""
+    waiting = Shares({TRAIN: 1.0, **shares})
+    passes = Counter[Kind]()
+    """Training turns since a kind had work or its last turn."""
+    others_s, last = dict.fromkeys(shares, 0.0), IDLE
+    """Seconds of each since the last training turn."""
+    longest = {kind: MS * LONGEST / share for kind, share in shares.items()}
+    lag = LAG_TURNS * max(MS * LONGEST, *longest.values())
+    for number in range(300):
+        kinds = ready[number % len(ready)] | ({TRAIN} if trains_always else set())
+        kind, seconds = waiting.next(kinds), MS * milliseconds[number % len(milliseconds)]
+        assert kind in kinds
+        assert kind == ROWS or ROWS not in kinds or last == ROWS, "rows first"
+        assert not (kind == last == ROWS and kinds != {ROWS}), "but not twice in a row"
+        waiting.ran(kind, seconds)
+        last = kind
+        for other, share in shares.items():
+            passes[other] = 0 if other not in kinds or kind == other else passes[other] + (kind == TRAIN)
+            assert share < 1 or passes[other] <= 1, "one training turn at most"
+            others_s[other] = 0.0 if kind == TRAIN else others_s[other] + seconds * (kind == other)
+            if trains_always:
+                assert others_s[other] <= share * (lag + longest[other]) + MS, "training is never shut out"
+
+
+@given(
+    share=st.sampled_from([0.5, 1.0, 2.5, 4.0]),
+    passes=st.lists(st.integers(10, 20), min_size=1, max_size=20),
+    steps=st.lists(st.integers(1, 10), min_size=1, max_size=20),
+)
+def test_over_a_long_run_times_are_as_the_shares(share: float, passes: list[int], steps: list[int]) -> None:
+    """Within a turn of each, once it is known what is usual. No step takes longer than a pass, by their shares."""
+    shares = Shares({TRAIN: 1.0, SAMPLE: share})
+    had, began = {TRAIN: 0.0, SAMPLE: 0.0}, (0.0, 0.0)
+    for number in range(600):
+        kind = shares.next({TRAIN, SAMPLE})
+        takes = passes[number % len(passes)] if kind == TRAIN else steps[number % len(steps)] * share
+        shares.ran(kind, MS * takes)
+        had[kind] += MS * takes
+        if number == 60:
+            began = had[TRAIN], had[SAMPLE]
+    training, sampling = had[TRAIN] - began[0], had[SAMPLE] - began[1]
+    assert abs(training - sampling / share) <= MS * (20 + 10)
+
+
 @pytest.mark.parametrize(
-    ("ready", "expected"),
+    ("ready", "takes", "expected"),
     [
-        ([TRAIN, SAMPLE, "draft"], {TRAIN: 200, SAMPLE: 400, "draft": 100}),
-        ([TRAIN, "draft"], {TRAIN: 467, "draft": 233}),
-        ([SAMPLE, "draft"], {SAMPLE: 560, "draft": 140}),
-        (["draft"], {"draft": 700}),
-        ([ROWS, SAMPLE, "draft"], {ROWS: 350, SAMPLE: 280, "draft": 70}),
+        ([TRAIN, SAMPLE, "draft"], {}, {TRAIN: 200, SAMPLE: 400, "draft": 100}),
+        ([TRAIN, SAMPLE, "draft"], {TRAIN: 4.0}, {TRAIN: 64, SAMPLE: 509, "draft": 127}),
+        ([TRAIN, "draft"], {}, {TRAIN: 467, "draft": 233}),
+        ([SAMPLE, "draft"], {}, {SAMPLE: 560, "draft": 140}),
+        ([SAMPLE, "draft"], {SAMPLE: 0.5}, {SAMPLE: 622, "draft": 78}),
+        (["draft"], {}, {"draft": 700}),
+        ([ROWS, SAMPLE, "draft"], {ROWS: 50.0}, {ROWS: 350, SAMPLE: 280, "draft": 70}),
     ],
 )
-def test_a_third_kind_has_its_share(ready: list[Kind], expected: dict[Kind, int]) -> None:
-    ran = Counter(turns(Shares({SAMPLE: 2.0, "draft": 0.5}), *ready))
+def test_a_third_kind_has_its_share(ready: list[Kind], takes: dict[Kind, float], expected: dict[Kind, int]) -> None:
+    shares = Shares({TRAIN: 1.0, SAMPLE: 2.0, "draft": 0.5})
+    turns(shares, *ready, takes=takes, count=50)  # learns what is usual
+    ran = Counter(turns(shares, *ready, takes=takes))
     assert ran.keys() == expected.keys()
-    assert all(abs(ran[kind] - count) <= 3 for kind, count in expected.items()), ran
+    assert all(abs(ran[kind] - count) <= 5 for kind, count in expected.items()), ran
 
 
 def test_a_third_kind_makes_a_token_wait_for_no_more_than_a_turn_of_each() -> None:
-    ran = turns(Shares({SAMPLE: 1.0, "draft": 1.0}), TRAIN, SAMPLE, "draft")
+    ran = turns(Shares({TRAIN: 1.0, SAMPLE: 1.0, "draft": 1.0}), TRAIN, SAMPLE, "draft")
     at = [place for place, kind in enumerate(ran) if kind == SAMPLE]
     assert max(b - a for a, b in pairwise(at)) == 3
 
 
 def test_what_was_idle_has_not_saved_up() -> None:
-    shares = Shares({SAMPLE: 2.0, "draft": 0.5})
+    shares = Shares({TRAIN: 1.0, SAMPLE: 2.0, "draft": 0.5})
     turns(shares, TRAIN)
-    assert Counter(turns(shares, TRAIN, SAMPLE, "draft", count=4)) == {SAMPLE: 2, "draft": 1, TRAIN: 1}
+    assert Counter(turns(shares, TRAIN, SAMPLE, "draft", count=7)) == {SAMPLE: 4, "draft": 1, TRAIN: 2}
     turns(shares, SAMPLE, "draft")
     assert TRAIN in turns(shares, TRAIN, SAMPLE, "draft", count=4)
+
+
+def test_nobody_pays_for_what_it_had_alone() -> None:
+    shares = Shares({TRAIN: 1.0, SAMPLE: 1.0})
+    turns(shares, TRAIN, SAMPLE, count=50)
+    turns(shares, TRAIN)
+    turns(shares, SAMPLE, count=3)
+    assert Counter(turns(shares, TRAIN, SAMPLE, count=10)) == {TRAIN: 5, SAMPLE: 5}
+
+
+def test_one_turn_that_is_long_shuts_nobody_out() -> None:
+    shares = Shares({TRAIN: 1.0, SAMPLE: 1.0})
+    turns(shares, TRAIN, SAMPLE, takes={TRAIN: 8 * MS, SAMPLE: MS})
+    while shares.next({TRAIN, SAMPLE}) != TRAIN:
+        shares.ran(SAMPLE, MS)
+    shares.ran(TRAIN, 10_000 * MS)
+    steps = turns(shares, TRAIN, SAMPLE, count=200, takes={SAMPLE: MS}).index(TRAIN)
+    assert 8 <= steps <= 2 * LAG_TURNS * 8, "usual turns are twice as long after it, at most"
+
+
+def test_what_long_steps_took_from_training_is_given_back_for_a_while_only() -> None:
+    """They are longer than passes, of which never two are in a row."""
+    shares = Shares({TRAIN: 1.0, SAMPLE: 1.0})
+    ran = turns(shares, TRAIN, SAMPLE, takes={TRAIN: MS, SAMPLE: 20 * MS})
+    assert (TRAIN, TRAIN) not in pairwise(ran)
+    ran = turns(shares, TRAIN, SAMPLE, count=60, takes={TRAIN: 10 * MS, SAMPLE: MS})
+    assert (SAMPLE, SAMPLE) not in pairwise(ran[:20])
+    assert (SAMPLE, SAMPLE) in pairwise(ran)
+
+
+def test_a_tenant_alone_who_trains_step_by_step_has_its_share_and_no_more() -> None:
+    """Between two of its passes its next request is on the way for one step."""
+    shares, took = Shares({TRAIN: 1.0, SAMPLE: 1.0}), {TRAIN: 6 * MS, SAMPLE: MS}
+    had = Counter[Kind]()
+    kind = TRAIN
+    for _ in range(600):
+        kind = shares.next({SAMPLE} if kind == TRAIN else {TRAIN, SAMPLE})
+        shares.ran(kind, took[kind])
+        had[kind] += int(took[kind] / MS)
+    assert had[TRAIN] == pytest.approx(had[SAMPLE], rel=0.2)
 
 
 def test_a_turn_of_another_kind_leaves_the_queues_as_they_are() -> None:
     waiting = queues(Bank(), tokens=10)
     waiting.add(backward("a", 1, 10, 10))
     kinds = [run(waiting, "draft").kind for _ in range(4)]
-    assert kinds == ["draft", TRAIN, TRAIN, "draft"]
+    assert kinds == ["draft", TRAIN, "draft", TRAIN]
+
+
+# ----------------------------------------------------------------------------------------------------- tokens of a pass
+
+
+def test_a_pass_that_others_wait_for_takes_no_longer_than_it_may() -> None:
+    """Of 8 datums at 2 tokens a second, 50 tokens fit 25 s; alone it is as large as it can be."""
+    waiting = queues(Bank(), tokens=80, max_pass_s=25.0)
+
+    def passes(*ready: Kind, tokens_per_s: float, forward_only: bool = False) -> int:
+        """The datums of a training turn."""
+        entry = backward("a", 1, *[10] * 8)
+        assert isinstance(entry.command, ForwardBackward)
+        entry.command = replace(entry.command, forward_only=forward_only)
+        waiting.add(entry)
+        while (choice := waiting.choose(ready)).kind != TRAIN:
+            waiting.ran(choice.kind, 1.0)
+        waiting.take(choice, 0.0)
+        waiting.end(entry.key)
+        waiting.ran(TRAIN, 10 * len(choice.data) / tokens_per_s)
+        return len(choice.data)
+
+    assert passes(tokens_per_s=100.0) == 8
+    assert passes(SAMPLE, tokens_per_s=2.0) == 8, "nothing is known yet: nobody waited for that pass"
+    assert passes(SAMPLE, tokens_per_s=2.0) == 5
+    assert passes(tokens_per_s=0.1) == 8, "nobody else waits"
+    assert passes(SAMPLE, tokens_per_s=9.0, forward_only=True) == 5, "an evaluation tells nothing of passes"
+    assert passes(SAMPLE, tokens_per_s=1.0) == 5, "it took twice as long as it may"
+    assert passes(SAMPLE, tokens_per_s=2.0) == 3, "and that was meant half"
+
+
+def test_a_pass_has_one_piece_at_least() -> None:
+    waiting = queues(Bank(), tokens=40, max_pass_s=0.01)
+    waiting.add(backward("a", 1, *[10] * 6))
+    choices = []
+    for _ in range(6):
+        choices.append(waiting.choose({SAMPLE}))
+        if choices[-1].kind == TRAIN:
+            waiting.take(choices[-1], 0.0)
+        waiting.ran(choices[-1].kind, 1.0)
+    assert [len(choice.data) for choice in choices if choice.kind == TRAIN] == [4, 1, 1]
+
+
+def test_short_passes_do_not_make_the_next_ones_shorter() -> None:
+    """Those that take 10 ms whatever is in them, and 1 ms a token."""
+    tokens = PassTokens(0.1)
+    for _ in range(30):
+        now = min(200.0, tokens.limit)
+        tokens.ran(int(now), 0.01 + 0.001 * int(now))
+        for _ in range(5):
+            tokens.ran(1, 0.011)
+    assert 80 <= tokens.limit <= 95
+
+
+def test_a_pass_that_compiles_or_is_refused_shifts_the_limit_by_half() -> None:
+    tokens = PassTokens(0.1)
+    tokens.ran(100, 0.1)
+    tokens.ran(100, 10.0)
+    assert 50 <= tokens.limit < 51
+    tokens.ran(100, 0.0)
+    assert 100 <= tokens.limit < 102
