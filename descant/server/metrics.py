@@ -19,6 +19,13 @@ COUNTERS = frozenset(
         "adapter_loads",
         "adapter_prefetches",
         "adapter_load_wait_seconds",
+        "version_offloads",
+        "version_loads",
+        "version_load_wait_seconds",
+        "offload_writes",
+        "offload_written_bytes",
+        "offload_write_seconds",
+        "offload_wait_seconds",
     ]
 )
 """Numbers that only grow while their replicas live; a counter's name ends with ``_total``. All others are gauges."""
