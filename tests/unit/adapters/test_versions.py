@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from descant.adapters.layout import Layout, LoraSite
 from descant.adapters.offload import CopyEvent, CopyStream, SpillDirectory
 from descant.adapters.slots import MAX_LEAVING, ComputeSlot, MappedRange, Reallocation
 from descant.errors import CannotStore
+from descant.testing.hanging_spill import HangingSpill
 from descant.testing.mapped_memory import FakeDriver
 from descant.types import Lora, Version
 
@@ -157,32 +158,14 @@ def test_a_file_is_written_once_its_copy_is_there(tmp_path: Path) -> None:
 # ---- a file system that takes its time
 
 
-class Hanging(SpillDirectory):
-    """A write that has begun while it ``hangs`` goes on when that is over."""
-
-    def __init__(self, directory: Path):
-        super().__init__(directory)
-        self.goes_on = threading.Event()
-        self.goes_on.set()
-        self.begun = threading.Event()
-        self.fails = False
-
-    def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Path:
-        self.begun.set()
-        assert self.goes_on.wait(30)
-        if self.fails:
-            raise CannotStore("the data directory cannot be written: its disk reports an error")
-        return super().write(name, tensors)
-
-
 @pytest.fixture
-def spill(tmp_path: Path) -> Iterator[Hanging]:
-    directory = Hanging(tmp_path)
+def spill(tmp_path: Path) -> Iterator[HangingSpill]:
+    directory = HangingSpill(tmp_path)
     yield directory
     directory.goes_on.set()
 
 
-def test_nobody_waits_for_a_file(tmp_path: Path, spill: Hanging) -> None:
+def test_nobody_waits_for_a_file(tmp_path: Path, spill: HangingSpill) -> None:
     """Room for 2 versions on the device and 8 on the host. Two are written at once, and one may be there beyond."""
     bank = make_bank(device=2, host=8, spill=spill)
     spill.goes_on.clear()
@@ -204,7 +187,7 @@ def test_nobody_waits_for_a_file(tmp_path: Path, spill: Hanging) -> None:
     assert all(is_whole(bank, version) for version in versions if version is not versions[3])
 
 
-def test_a_disk_that_does_not_answer_refuses_what_is_new_and_harms_nobody(spill: Hanging) -> None:
+def test_a_disk_that_does_not_answer_refuses_what_is_new_and_harms_nobody(spill: HangingSpill) -> None:
     bank = make_bank(device=1, host=0, spill=spill)
     bank.residency._patience_s = 0.01
     versions = [publish(bank, 0)]
@@ -227,7 +210,7 @@ def test_a_disk_that_does_not_answer_refuses_what_is_new_and_harms_nobody(spill:
     assert all(is_whole(bank, version) for version in versions)
 
 
-def test_a_disk_that_fails_refuses_what_is_new_and_harms_nobody(spill: Hanging) -> None:
+def test_a_disk_that_fails_refuses_what_is_new_and_harms_nobody(spill: HangingSpill) -> None:
     """Though it says that it has room."""
     bank = make_bank(device=1, host=0, spill=spill)
     versions = [publish(bank, 0)]
@@ -245,7 +228,7 @@ def test_a_disk_that_fails_refuses_what_is_new_and_harms_nobody(spill: Hanging) 
     assert all(is_whole(bank, version) for version in versions)
 
 
-def test_a_version_that_is_released_while_it_is_written_leaves_no_file(tmp_path: Path, spill: Hanging) -> None:
+def test_a_version_that_is_released_while_it_is_written_leaves_no_file(tmp_path: Path, spill: HangingSpill) -> None:
     """Nor does it take the file of one that has its name and comes after it."""
     bank = make_bank(device=1, host=0, spill=spill)
     bank.residency._patience_s = 0.01
