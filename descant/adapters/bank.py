@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 
@@ -47,14 +46,16 @@ class AdapterBank:
         spill: SpillDirectory | None = None,
         memory: RowMemory | None = None,
         copies: CopyStream | None = None,
+        version_copies: CopyStream | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """``adapter_bytes``: what training adapters in use take on the device (None: half of what is free there);
         beyond it the least recently used unpinned ones are offloaded to host memory. ``version_bytes``: published
         versions kept as rows; beyond it the coldest unpinned go to host memory. Beyond ``host_bytes`` the coldest
         of both go to files of ``spill``, which is this bank's alone. Everything comes back when it is asked for. What
-        is pinned stays, whatever the limits; without ``spill`` so does what is in host memory. ``memory``, ``copies``:
-        how rows come by memory and are copied (None: as is right for the device). ``clock``: seconds, for ``stats``."""
+        is pinned stays, whatever the limits; without ``spill`` so does what is in host memory. ``memory``, ``copies``,
+        ``version_copies``: how rows come by memory, and those of adapters and of versions are copied (None: as is right
+        for the device). ``clock``: seconds, for ``stats``."""
         self.device = device
         self.dtype = dtype
         self._layouts = Layouts(sites)
@@ -62,12 +63,7 @@ class AdapterBank:
         self._pool = Pool(
             self._layouts, dtype=dtype, device=device, memory=memory_of(device) if memory is None else memory
         )
-        self.residency = Residency(
-            lambda: chain(self._versions.all, self._training.all),
-            host_bytes=host_bytes,
-            spill=spill,
-            copies=copies,
-        )
+        self.residency = Residency(host_bytes=host_bytes, spill=spill, copies=copies)
         self._training = TrainingAdapters(
             self._pool,
             self._layouts,
@@ -76,7 +72,13 @@ class AdapterBank:
             max_bytes=_share_of_memory(device) if adapter_bytes is None else adapter_bytes,
             clock=clock,
         )
-        self._versions = PublishedVersions(residency=self.residency, training=self._training, max_bytes=version_bytes)
+        self._versions = PublishedVersions(
+            residency=self.residency,
+            training=self._training,
+            copies=CopyStream(device) if version_copies is None else version_copies,
+            max_bytes=version_bytes,
+            clock=clock,
+        )
 
     @property
     def sites(self) -> tuple[LoraSite, ...]:
@@ -90,6 +92,15 @@ class AdapterBank:
     @adapter_bytes.setter
     def adapter_bytes(self, max_bytes: int) -> None:
         self._training.budget.max_bytes = max_bytes
+
+    @property
+    def version_bytes(self) -> int:
+        """Limit of the published versions on the device. May change, likewise."""
+        return self._versions.budget.max_bytes
+
+    @version_bytes.setter
+    def version_bytes(self, max_bytes: int) -> None:
+        self._versions.budget.max_bytes = max_bytes
 
     @property
     def generation(self) -> int:
@@ -266,33 +277,44 @@ class AdapterBank:
 
     def stats(self) -> dict[str, float]:
         """Counts and bytes of now: training adapters and published versions in rows, on the host, on disk (an
-        unused adapter is ``new``). Of ever: adapters offloaded, loaded (of these, ahead of need), and the
-        seconds of waiting for that."""
-        training, adapters, published = self._training, self._training.all, self._versions.all
+        unused adapter is ``new``). Of ever: how many were offloaded, loaded (of adapters, ahead of need), and the
+        seconds of waiting for that. What ``Residency.stats`` says."""
+        training, adapters, versions = self._training, self._training.all, self._versions
         resident = sum(a.is_resident for a in adapters)
-        host, disk = sum(a.host is not None for a in adapters), sum(a.file is not None for a in adapters)
+        host = [a.host.num_bytes for a in adapters if a.host is not None]
+        disk = sum(a.file is not None and a.host is None for a in adapters)
+        away = [version for version in versions.all if not version.is_resident]
+        versions_host = [version.host.num_bytes for version in away if version.host is not None]
+        versions_disk = [version.row_bytes for version in away if version.host is None]
         return {
             "adapters": len(adapters),
-            "adapters_new": len(adapters) - resident - host - disk,
+            "adapters_new": len(adapters) - resident - len(host) - disk,
             "adapters_resident": resident,
-            "adapters_host": host,
+            "adapters_host": len(host),
             "adapters_disk": disk,
             "adapters_pinned": sum(a.pins > 0 for a in adapters),
             "adapters_resident_bytes": self._pool.training_bytes(),
-            "adapters_host_bytes": sum(a.host.num_bytes for a in adapters if a.host is not None),
+            "adapters_host_bytes": sum(host),
             "adapters_limit_bytes": self.adapter_bytes,
             "adapter_offloads": training.num_offloads,
             "adapter_loads": training.num_loads,
             "adapter_prefetches": training.num_prefetches,
             "adapter_load_wait_seconds": training.load_wait_seconds,
             "compute_rows": sum(len(bucket.compute.taken) for bucket in self._pool.buckets),
+            "compute_bytes": sum(bucket.compute.committed_bytes for bucket in self._pool.buckets),
             "scratch_rows": sum(len(bucket.gradient.taken) for bucket in self._pool.buckets) - resident,
-            "versions_resident": sum(p.is_resident for p in published),
-            "versions_pinned": sum(p.pins > 0 for p in published),
-            "versions_host": sum(not p.is_resident and p.host is not None for p in published),
-            "versions_disk": sum(not p.is_resident and p.host is None for p in published),
-            "versions_resident_bytes": self._versions.resident_bytes(),
-            "versions_host_bytes": sum(p.host.num_bytes for p in published if p.host is not None),
+            "versions_resident": len(versions.all) - len(away),
+            "versions_pinned": sum(version.pins > 0 for version in versions.all),
+            "versions_host": len(versions_host),
+            "versions_disk": len(versions_disk),
+            "versions_resident_bytes": versions.resident_bytes(),
+            "versions_host_bytes": sum(versions_host),
+            "versions_disk_bytes": sum(versions_disk),
+            "versions_limit_bytes": versions.budget.max_bytes,
+            "version_offloads": versions.num_offloads,
+            "version_loads": versions.num_loads,
+            "version_load_wait_seconds": versions.load_wait_seconds,
+            **self.residency.stats(),
         }
 
 

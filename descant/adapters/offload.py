@@ -1,16 +1,17 @@
-"""Where numbers go when they leave their rows, and the stream that copies them.
+"""Where numbers go when they leave their rows, the stream that copies them, and the thread that writes files.
 
     rows of the pool  ⇄  HostCopy (host memory, pinned on CUDA)  ⇄  a file of the bank's own directory
 
-On CUDA all copies of training adapters are on one side stream, so that they are in order among themselves and run
-beside the computation:
+On CUDA copies are on a side stream, in order among themselves, and run beside the computation:
 
     with copies.copying():      # after everything the computation has been given so far
         host.copy_(row); row.copy_(other)
-    copies.join()               # what is computed from here on sees the rows copied
-    copies.synchronize()        # the host may read what was copied to it
+        event = copies.record() # … is there, once this has passed
+    copies.join()               # what is computed from here on sees all rows copied
+    event.wait()                # … sees those
 
-On CPU these do nothing.
+The host is never waited for: whoever reads a ``HostCopy`` waits for its ``ready``, the thread that writes files too. On
+CPU these do nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -36,15 +40,38 @@ logger = logging.getLogger(__name__)
 VERSION_SUFFIX = ".version"
 ADAPTER_SUFFIX = ".adapter"
 WHOLE, PARTIAL = ".safetensors", ".partial"
+UNFINISHED = ".tmp??????"
+"""What safetensors calls a file until it is whole."""
+
+SPARE_HOST_ROWS = 4
+"""Pinned rows that are there before they are needed: to pin 16 MiB takes milliseconds, and the device may wait."""
+
+
+class CopyEvent(Protocol):
+    """What a copy has come to; ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+        ...
+
+    def wait(self) -> object:
+        """Has what is computed from here on come after it. Returns at once."""
+        ...
+
+    def synchronize(self) -> object:
+        """Blocks until it has passed. Any thread."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopy:
     """Numbers on the host, exact. ``tensors``: by name, as a file has them. ``adoptable``: the tensor of which
-    ``tensors["state"]`` is a part, where it can be in use again as it is, without a copy."""
+    ``tensors["state"]`` is a part, where it can be in use again as it is, without a copy. ``ready``: when they are
+    there (None: they are)."""
 
     tensors: Mapping[str, torch.Tensor]
     adoptable: torch.Tensor | None = None
+    ready: CopyEvent | None = None
     num_bytes: int = field(init=False)
     """Counted once: every copy's is added up whenever something is offloaded."""
 
@@ -54,17 +81,26 @@ class HostCopy:
 
 
 class SpillDirectory:
-    """One bank's own files. They mean nothing to another process: those that an earlier one left are removed."""
+    """One bank's own files. They mean nothing to another process: those that an earlier one left are removed.
+
+    One thread writes and removes, in the order in which it was asked to, so a name may be used again at once. Another
+    reads ahead."""
 
     def __init__(self, directory: Path, *, free: Callable[[Path], int] = free_bytes):
         """``free``: what the file system of a directory has left, in bytes."""
         self._directory, self._free = directory, free
-        self._executor: ThreadPoolExecutor | None = None
-        """One thread: what is written ahead and read ahead is so in the order in which it was asked for."""
+        self._writer: ThreadPoolExecutor | None = None
+        self._reader: ThreadPoolExecutor | None = None
+        self._writes: list[Future[Path]] = []
+        self.num_writes = self.written_bytes = 0
+        self.write_seconds = 0.0
+        """Of the writing thread, which alone changes these."""
         directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         for suffix in (VERSION_SUFFIX, ADAPTER_SUFFIX):
             for left in [*directory.glob("*" + suffix + WHOLE), *directory.glob("*" + suffix + PARTIAL)]:
                 left.unlink(missing_ok=True)
+        for left in directory.glob(UNFINISHED):
+            left.unlink(missing_ok=True)
 
     def write(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Path:
         """``name`` ends in one of the suffixes. Whole, or not at all. Raises ``CannotStore``, also where it would leave
@@ -78,8 +114,7 @@ class SpillDirectory:
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
-            logger.warning("cannot write %s: %s", file, error)
-            raise cannot_store(error if isinstance(error, OSError) else _errno(error)) from None
+            raise cannot_store(error if isinstance(error, OSError) else _errno(error)) from error
         return file
 
     def check(self, num_bytes: int) -> None:
@@ -95,21 +130,53 @@ class SpillDirectory:
             why = str(error).replace(str(file), "it")
             raise ServerError(f"{what} cannot be read back from its file: {why}") from error
 
-    def write_ahead(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Future[Path]:
-        """``write`` on a thread of its own. The tensors must not change meanwhile."""
-        return self._thread().submit(self.write, name, tensors)
+    @property
+    def num_unwritten(self) -> int:
+        """Of what was asked to be written. The thread holds as many copies."""
+        self._writes = [writing for writing in self._writes if not writing.done()]
+        return len(self._writes)
+
+    def begin_write(self, name: str, copy: HostCopy) -> Future[Path]:
+        """``write`` on the writing thread, once the copy is there. Its tensors must not change meanwhile."""
+
+        def run() -> Path:
+            if copy.ready is not None:
+                copy.ready.synchronize()
+            start = time.perf_counter()
+            try:
+                return self.write(name, copy.tensors)
+            finally:
+                self.num_writes += 1
+                self.written_bytes += copy.num_bytes
+                self.write_seconds += time.perf_counter() - start
+
+        writing = self._writing_thread().submit(run)
+        self._writes.append(writing)
+        return writing
+
+    def remove(self, name: str) -> None:
+        """On the writing thread, after what was asked for before."""
+
+        def run() -> None:
+            with suppress(OSError):
+                (self._directory / (name + WHOLE)).unlink(missing_ok=True)
+
+        self._writing_thread().submit(run)
+
+    def join(self) -> None:
+        """Waits until all is done that was asked for."""
+        self._writing_thread().submit(lambda: None).result()
 
     def read_ahead(self, file: Path, what: str) -> Future[dict[str, torch.Tensor]]:
-        return self._thread().submit(self.read, file, what)
+        """``read`` on the reading thread."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-unspill")
+        return self._reader.submit(self.read, file, what)
 
-    def _thread(self) -> ThreadPoolExecutor:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="descant-spill")
-        return self._executor
-
-    def remove(self, file: Path) -> None:
-        with suppress(OSError):
-            file.unlink(missing_ok=True)
+    def _writing_thread(self) -> ThreadPoolExecutor:
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="descant-spill")
+        return self._writer
 
 
 def _errno(error: SafetensorError) -> int | None:
@@ -125,6 +192,8 @@ class CopyStream:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._unjoined = False
+        self._pinner: ThreadPoolExecutor | None = None
+        self._spare: defaultdict[tuple[torch.dtype, tuple[int, ...]], list[Future[torch.Tensor]]] = defaultdict(list)
 
     @property
     def overlaps(self) -> bool:
@@ -141,22 +210,31 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def record(self) -> torch.cuda.Event | None:
+    def record(self) -> CopyEvent | None:
         """Inside ``copying``: when what was copied so far is there."""
         return None if self._stream is None else self._stream.record_event()
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
+    def reads(self, tensor: torch.Tensor) -> None:
+        """Inside ``copying``: memory of the device that may be given back before the copy is done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
 
     def join(self) -> None:
         if self._stream is not None and self._unjoined:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._unjoined = False
 
-    def synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+    def host(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Uninitialised."""
+        return torch.empty(*shape, dtype=dtype, pin_memory=self._stream is not None)
 
-    def host(self, *shape: int) -> torch.Tensor:
-        """float32, uninitialised."""
-        return torch.empty(*shape, dtype=torch.float32, pin_memory=self._stream is not None)
+    def spare_host(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """``host`` of a shape that is asked for again and again: there already, as a thread pins the next ones."""
+        if self._stream is None:
+            return self.host(*shape, dtype=dtype)
+        if self._pinner is None:
+            self._pinner = ThreadPoolExecutor(1, thread_name_prefix="descant-pin")
+        spare = self._spare[dtype, shape]
+        found = spare.pop(0).result() if spare and spare[0].done() else self.host(*shape, dtype=dtype)
+        spare += [self._pinner.submit(self.host, *shape, dtype=dtype) for _ in range(SPARE_HOST_ROWS - len(spare))]
+        return found

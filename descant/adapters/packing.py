@@ -49,7 +49,7 @@ class Packing:
         return self.num_elements(lora) == self._layouts.of(lora).row
 
     def pack(self, rows: Sequence[torch.Tensor], lora: Lora) -> torch.Tensor:
-        """On the host, float32 [len(rows), n]. Done when the copy stream is (``CopyStream.synchronize``)."""
+        """On the host, float32 [len(rows), n]. There when the copy stream has come to here (``CopyStream.record``)."""
         host = self._copies.host(len(rows), self.num_elements(lora))
         for line, row in zip(host, rows):
             packed = row if self.is_dense(lora) else torch.cat([s.of(row).flatten() for s in self._spans_of(lora)])

@@ -14,6 +14,7 @@ from itertools import count
 import torch
 
 from descant.adapters.layout import Layout, Layouts
+from descant.adapters.offload import CopyEvent
 from descant.adapters.slots import ComputeSlot, GradientSlot, RowMemory, RowRef
 from descant.errors import ServerError
 from descant.types import Lora
@@ -27,7 +28,7 @@ class AdapterRows:
     compute: ComputeSlot
     gradient: GradientSlot
     state: torch.Tensor
-    ready: torch.cuda.Event | None = None
+    ready: CopyEvent | None = None
 
 
 class Bucket:
@@ -44,8 +45,8 @@ class Bucket:
     ):
         self.layout = layout
         self.dtype = dtype
-        self.compute = memory.slots(ComputeSlot, layout.row, dtype, device)
-        self.gradient = memory.slots(GradientSlot, layout.row, torch.float32, device)
+        self.compute = memory.slots(ComputeSlot, layout.row, dtype, device, fixed=True)
+        self.gradient = memory.slots(GradientSlot, layout.row, torch.float32, device, fixed=False)
         self.state_bytes = 3 * 4 * layout.row
         self.num_adapters = 0
         """In these rows. Set by the code that fills and frees them."""
@@ -101,9 +102,10 @@ class Bucket:
         self.generation[slot] = next(self._generations)
         return slot
 
-    def free_compute(self, slot: ComputeSlot) -> None:
+    def free_compute(self, slot: ComputeSlot, *, after: CopyEvent | None = None) -> None:
+        """``after``: see ``Slots.free``."""
         del self.lora[slot], self.generation[slot]
-        self.compute.free(slot)
+        self.compute.free(slot, after=after)
 
     def reserve_gradient(self, room_bytes: int) -> None:
         """A free gradient row, and with ``room_bytes`` left, one for each adapter that fits them: a row more would
@@ -118,8 +120,8 @@ class Bucket:
         moved = self.gradient.pack([adapter.gradient for adapter in idle], keep=rows)
         for adapter in idle:
             adapter.gradient = moved.get(adapter.gradient, adapter.gradient)
-        # Compute copies do not count. Where they would have to move for it, they stay: captured steps know where they
-        # lie, and all of those would be captured again.
+        # Compute copies do not count. Where they would have to move for it, or the device be waited for, they stay:
+        # captured steps know where they lie, and all of those would be captured again.
         if not rows and (not self._memory.relocates or not self.compute.taken):
             self.compute.trim()
         return freed + self.gradient.trim(rows)

@@ -1,11 +1,15 @@
 """Slots of a slab [slots, row]: which are free, and how rows come by memory.
 
-Two ways, one chosen for a device when a bank is made (``memory_of``):
+Three ways; a device has one for compute copies and one for gradients, chosen when a bank is made (``memory_of``):
 
-    AddressRange   CPU    addresses for more rows than ever needed; a row takes memory when it is first written, and
-                          gives it back page by page: no row ever moves (4 to 8 adapters of 45 MB took seconds)
-    Reallocation   CUDA   a slab takes memory for all its rows; to grow or to shrink, it becomes another tensor, and
-                          rows beyond the new end must move first
+    AddressRange   CPU              addresses for more rows than ever needed; a row takes memory when it is first
+                                    written, and gives it back page by page: no row ever moves (4 to 8 adapters of 45 MB
+                                    took seconds)
+    MappedRange    CUDA, compute    addresses for as many rows as the device could hold; memory is mapped to them as
+                                    slots are taken. The slab never moves and its shape never changes, so what was
+                                    captured or compiled with it stays good
+    Reallocation   CUDA, gradients  a slab takes memory for all its rows; to grow or to shrink, it becomes another
+                                    tensor, and rows beyond the new end must move first
 
 A slot of one slab says nothing about another, so each slab has a type of its own.
 """
@@ -13,9 +17,11 @@ A slot of one slab says nothing about another, so each slab has a type of its ow
 from __future__ import annotations
 
 import heapq
+import logging
 import mmap
 import sys
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +29,11 @@ from typing import Generic, NewType, Protocol, TypeVar
 
 import numpy as np
 import torch
+
+from descant.adapters import cuda_memory
+from descant.adapters.offload import CopyEvent
+
+logger = logging.getLogger(__name__)
 
 ComputeSlot = NewType("ComputeSlot", int)
 """A row of a compute slab: the copy that trainer and sampler multiply with."""
@@ -38,6 +49,12 @@ MAX_FIRST_BYTES = 256 << 20
 MAX_GROWTH_BYTES = 1 << 30
 """A slab that is reallocated starts with up to this many rows and bytes (one row at least: at rank 256 a row of a 135M
 model is 365 MB), and doubles, by at most 1 GiB at a time."""
+
+MAX_LEAVING = 8
+"""Slots whose rows are still being copied out, while others are taken instead of them."""
+
+MAP_BYTES = 64 << 20
+"""Of a mapped range, at least so much takes memory at once."""
 
 RESERVED_BYTES = 16 << 30
 SLOTS_AT_ONCE = 32
@@ -61,7 +78,9 @@ class Slots(ABC, Generic[Slot]):
         self._end = 0
         self._free: list[Slot] = []
         self._dirty: set[Slot] = set()
+        self._leaving: deque[tuple[CopyEvent, Slot]] = deque()
         self.taken: set[Slot] = set()
+        """Those that were freed and are still being read (``free``) among them."""
 
     @property
     @abstractmethod
@@ -92,8 +111,24 @@ class Slots(ABC, Generic[Slot]):
 
     def reserve(self, most: int | None = None) -> None:
         """At least one free slot. ``most``: see ``_grow``. Raises ``MemoryError`` or torch's ``OutOfMemoryError``."""
-        if not self._free:
+        while self._leaving and self._leaving[0][0].query():
+            self._release()
+        if not self._free and len(self._leaving) >= MAX_LEAVING:
+            self._leaving[0][0].wait()  # the device waits for about one copy, and the thread for nothing
+            self._release()
+        if self._free:
+            return
+        try:
             self._grow(most)
+        except (MemoryError, torch.OutOfMemoryError):
+            if not self._leaving:
+                raise
+            self._leaving[0][0].wait()
+            self._release()
+
+    def _release(self) -> None:
+        _, slot = self._leaving.popleft()
+        self.free(slot)
 
     def allocate(self, *, zero: bool) -> Slot:
         """A free slot, the lowest. Raises as ``reserve`` does."""
@@ -105,8 +140,12 @@ class Slots(ABC, Generic[Slot]):
         self._dirty.add(slot)
         return slot
 
-    def free(self, slot: Slot, *, clean: bool = False) -> None:
-        """``clean``: it is all zero."""
+    def free(self, slot: Slot, *, clean: bool = False, after: CopyEvent | None = None) -> None:
+        """``clean``: it is all zero. ``after``: until that has passed the row is still being read, and the slot is not
+        free; such events pass in the order in which they come."""
+        if after is not None and not after.query():
+            self._leaving.append((after, slot))
+            return
         self.taken.remove(slot)
         if clean:
             self._dirty.discard(slot)
@@ -124,10 +163,14 @@ class RowMemory(Protocol):
 
     @property
     def relocates(self) -> bool:
-        """Whether rows may have to move for memory to be given back."""
+        """Whether free rows give their memory back only by a wait for the device, or by moving others."""
         ...
 
-    def slots(self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, device: torch.device) -> Slots[Slot]: ...
+    def slots(
+        self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, device: torch.device, *, fixed: bool
+    ) -> Slots[Slot]:
+        """``fixed``: others know where the slab lies; it should not move."""
+        ...
 
     def zeros(self, rows: int, row: int, device: torch.device) -> torch.Tensor:
         """float32 [rows, row], zero, a tensor of its own. Raises ``MemoryError`` or torch's ``OutOfMemoryError``."""
@@ -135,7 +178,13 @@ class RowMemory(Protocol):
 
 
 def memory_of(device: torch.device) -> RowMemory:
-    return AddressRange() if device.type == "cpu" else Reallocation()
+    if device.type == "cpu":
+        return AddressRange()
+    try:
+        return MappedRange(driver=cuda_memory.Driver(device))
+    except OSError as error:
+        logger.warning("slabs of weights move when they grow, and decode steps are captured anew then: %s", error)
+        return Reallocation()
 
 
 # ---- a range of addresses
@@ -146,7 +195,7 @@ class AddressRange:
     relocates = False
 
     def slots(
-        self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, device: torch.device
+        self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, device: torch.device, *, fixed: bool
     ) -> AddressRangeSlots[Slot]:
         return AddressRangeSlots(name, row, dtype)
 
@@ -235,14 +284,14 @@ class NewZeros(Protocol):
     def __call__(self, size: Sequence[int], /, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Reallocation:
     new_zeros: NewZeros = torch.zeros
     relocates = True
 
     def slots(
-        self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, device: torch.device
-    ) -> ReallocatedSlots[Slot]:
+        self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, device: torch.device, *, fixed: bool
+    ) -> Slots[Slot]:
         return ReallocatedSlots(name, row, dtype, device, new_zeros=self.new_zeros)
 
     def zeros(self, rows: int, row: int, device: torch.device) -> torch.Tensor:
@@ -318,3 +367,112 @@ class ReallocatedSlots(Slots[Slot]):
             tensor.data[slot].copy_(self._tensor.data[slot])
         self._tensor = tensor
         self._dirty &= self.taken
+
+
+# ---- mapped memory
+
+
+class MappedAddresses(Protocol):
+    """Addresses of a device, of which a part from the start on is mapped to memory (``cuda_memory.Range``)."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """uint8, of all addresses, once the first are mapped. What is not must not be touched."""
+        ...
+
+    def map(self, start: int, end: int) -> None:
+        """Bytes ``start:end``, multiples of ``Driver.granularity``, take memory. Raises torch's
+        ``OutOfMemoryError``."""
+        ...
+
+    def unmap(self, start: int, end: int) -> None:
+        """As they were mapped. Waits for the device."""
+        ...
+
+
+class MappingDriver(Protocol):
+    """What a ``MappedRange`` is made with (``cuda_memory.Driver``)."""
+
+    @property
+    def granularity(self) -> int:
+        """Bytes: what is mapped begins and ends at multiples."""
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Of its memory, whoever has it."""
+        ...
+
+    def reserve(self, num_bytes: int) -> MappedAddresses:
+        """A multiple of ``granularity``, none of it mapped."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedRange(Reallocation):
+    """What is fixed; all else as in ``Reallocation``."""
+
+    driver: MappingDriver
+
+    def slots(
+        self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, device: torch.device, *, fixed: bool
+    ) -> Slots[Slot]:
+        if fixed:
+            return MappedSlots(name, row, dtype, self.driver)
+        return super().slots(name, row, dtype, device, fixed=fixed)
+
+
+class MappedSlots(Slots[Slot]):
+    """What is mapped takes memory: all up to the last slot ever taken, until no slot is."""
+
+    def __init__(self, name: Callable[[int], Slot], row: int, dtype: torch.dtype, driver: MappingDriver):
+        super().__init__(name, row, dtype)
+        self._unit = driver.granularity
+        self._parts: list[tuple[int, int]] = []
+        """Start and end, in bytes, of what was mapped at once."""
+        self._most = max(1, driver.device_bytes // self.row_bytes)
+        self._range = driver.reserve(self._whole(self._most * self.row_bytes))
+        self._tensor = torch.empty(0)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Once a slot was taken, always of all that there are addresses for. Those that were not must not be
+        touched."""
+        return self._tensor.data
+
+    @property
+    def committed_bytes(self) -> int:
+        return self._parts[-1][1] if self._parts else 0
+
+    def growth_bytes(self) -> int:
+        return 0 if self._free else self.row_bytes
+
+    def pack(self, movable: Collection[Slot], *, keep: int = 0) -> dict[Slot, Slot]:
+        return {}
+
+    def trim(self, keep: int = 0) -> int:
+        """All or nothing: whatever is in a slot stays where it is."""
+        before = self.committed_bytes
+        if not self.taken and not keep:
+            self._free.clear()
+            self._end = 0
+            while self._parts:
+                self._range.unmap(*self._parts.pop())
+        return before - self.committed_bytes
+
+    def _grow(self, most: int | None) -> None:
+        if self._end == self._most:
+            raise MemoryError(f"no addresses for {self._end + 1} rows of {self.row_bytes} bytes")
+        start, limit = self.committed_bytes, self._most * self.row_bytes
+        end = self._whole(min(max((self._end + 1) * self.row_bytes, start + MAP_BYTES), limit))
+        self._range.map(start, end)
+        self._parts.append((start, end))
+        if not len(self._tensor):
+            with torch.inference_mode(False):  # as for addresses
+                self._tensor = self._range.tensor[:limit].view(self._dtype).view(self._most, self._row)
+        new = min(end, limit) // self.row_bytes
+        self._dirty.update(map(self._name, range(self._end, new)))  # nobody has zeroed them
+        self._extend(new)
+
+    def _whole(self, num_bytes: int) -> int:
+        return -(-num_bytes // self._unit) * self._unit

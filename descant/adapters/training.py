@@ -136,8 +136,7 @@ class TrainingAdapters:
             self._free(adapter, adapter.rows, clean=False)
             adapter.bucket.free_state(adapter.rows.state)
             adapter.rows = None
-        adapter.host = None
-        self._residency.drop_file(adapter)
+        self._residency.forget(adapter)
 
     # ---- loading
     def load(self, adapter: Adapter) -> AdapterRows:
@@ -151,7 +150,7 @@ class TrainingAdapters:
             rows = self._load_now(adapter)
             self.load_wait_seconds += self._seconds() - start
         elif rows.ready is not None:
-            self._copies.wait(rows.ready)
+            rows.ready.wait()
             rows.ready = None
             self.generation += 1
         self._residency.touch(adapter)
@@ -264,7 +263,8 @@ class TrainingAdapters:
                 row = adapter.bucket.gradient.tensor[rows.gradient]
                 tensors["gradient"] = self.packing.pack([row], adapter.lora)[0]
             tensors["state"] = used if adoptable else self.packing.pack(list(used), adapter.lora)
-        return HostCopy(tensors=tensors, adoptable=rows.state if adoptable else None)
+            ready = self._copies.record()
+        return HostCopy(tensors=tensors, adoptable=rows.state if adoptable else None, ready=ready)
 
     def free_rows(self, adapter: Adapter) -> None:
         rows = adapter.rows

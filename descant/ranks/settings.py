@@ -86,8 +86,8 @@ class SampleSettings:
     """Sample requests queued on a rank; the next one is ``Overloaded``, unless its owner has less than an even share of
     them."""
     kv_cache_bytes: int | None = None
-    """Memory of the KV cache. None: on a CUDA device 2/5 of what the model and ``offload.adapter_bytes`` leave of it
-    (activations need the rest), 1 GiB elsewhere."""
+    """Memory of the KV cache. None: on a CUDA device 2/5 of what the model, ``offload.adapter_bytes`` and
+    ``offload.version_bytes`` leave of it (activations need the rest), 1 GiB elsewhere."""
     batch_invariant: bool = False
     """A request gives the same bits whatever else is in the batch. In bf16 on a CPU it does so anyway."""
     time_share: float = 1.0
@@ -114,7 +114,8 @@ class OffloadSettings:
     """Device memory of training adapters: weights, moments, gradient, compute copy. None: half of the memory that is
     free when the model is loaded (on CPU: half of the machine's)."""
     version_bytes: int = 2 << 30
-    """Device memory of published versions."""
+    """Device memory of published versions; on a CUDA device no more than a quarter of what the model and
+    ``adapter_bytes`` leave of it."""
     host_bytes: int = 4 << 30
     """Host memory for what is offloaded of both kinds; beyond it the coldest go to disk."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from descant.model.base import BaseModel
 from descant.model.forward_batch import PAGE_TOKENS
 from descant.model.load import ModelSource, base_bytes
 from descant.ranks.peers import Peers
-from descant.ranks.settings import ParallelSettings, RankSettings, SampleSettings, TrainSettings
+from descant.ranks.settings import OffloadSettings, ParallelSettings, RankSettings, SampleSettings, TrainSettings
+
+log = logging.getLogger(__name__)
 
 SHARD_ABOVE = 0.8
 """Of a device's memory: a base that takes more leaves no room for caches and activations."""
@@ -108,13 +111,34 @@ PASS_TOKENS = (2048, 4096, 8192, 16384)
 """Larger ones gain little, and a sampled token waits for one."""
 
 
+VERSION_SHARE = 4
+"""One part in so many of what a CUDA device has free beside the model and its adapters, at most, for published
+versions: keys and values, and activations, need the rest."""
+
+
+def version_bytes(model: BaseModel, settings: OffloadSettings) -> int:
+    """What the setting says, or what there is room for."""
+    if model.device.type != "cuda":
+        return settings.version_bytes
+    room = max(0, int(model.free_bytes()) - model.bank.adapter_bytes) // VERSION_SHARE
+    if room < settings.version_bytes:
+        log.warning(
+            "offload.version_bytes is %d MiB, and the device has room for %d MiB of published versions: beyond these "
+            "they go to host memory",
+            settings.version_bytes >> 20,
+            room >> 20,
+        )
+    return min(settings.version_bytes, room)
+
+
 def microbatch_tokens(model: BaseModel, settings: TrainSettings) -> int:
-    """Once the pages are taken: what adapters may take beside them is not there for activations."""
+    """Once the pages are taken: what adapters and versions may take beside them is not there for activations."""
     if settings.microbatch_tokens is not None:
         return settings.microbatch_tokens
     if model.activation_memory is None or model.device.type != "cuda":
         return PASS_TOKENS[0]
-    return model.activation_memory.tokens_that_fit(model.free_bytes() - model.bank.adapter_bytes, PASS_TOKENS)
+    free = model.free_bytes() - model.bank.adapter_bytes - model.bank.version_bytes
+    return model.activation_memory.tokens_that_fit(free, PASS_TOKENS)
 
 
 def kv_cache_bytes(model: BaseModel, settings: SampleSettings) -> int:
@@ -123,4 +147,4 @@ def kv_cache_bytes(model: BaseModel, settings: SampleSettings) -> int:
     if model.device.type != "cuda":
         return 1 << 30
     free, _ = torch.cuda.mem_get_info(model.device)
-    return max(0, free - model.bank.adapter_bytes) * 2 // 5
+    return max(0, free - model.bank.adapter_bytes - model.bank.version_bytes) * 2 // 5

@@ -28,7 +28,14 @@ from descant.ranks.roles import RankRole
 from descant.ranks.roles.sample import SampleRole
 from descant.ranks.roles.train import TrainRole
 from descant.ranks.settings import LossSettings, RankSpec, ReplicaSettings
-from descant.ranks.sizes import is_sharded, max_concurrent_loads, microbatch_tokens, sampling_sizes, spill_directory
+from descant.ranks.sizes import (
+    is_sharded,
+    max_concurrent_loads,
+    microbatch_tokens,
+    sampling_sizes,
+    spill_directory,
+    version_bytes,
+)
 from descant.sample.scheduler import Scheduler
 from descant.types import ROLES, CheckpointSource, EngineCapabilities, Role
 
@@ -67,7 +74,6 @@ def build(
             device=None if rank.device == "auto" else torch.device(rank.device),
             dtype={"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[rank.dtype],
             spill_dir=None if spill_dir is None else spill_directory(spill_dir, source.name),
-            version_bytes=offload.version_bytes,
             host_bytes=offload.host_bytes,
             compile=rank.compile,
             shard=peers.shard if shard else None,
@@ -102,6 +108,7 @@ class Worker:
             model.bank.adapter_bytes = settings.offload.adapter_bytes
         # Alike on all ranks, so that they move the same adapters.
         model.bank.adapter_bytes = peers.all_reduce_min("adapter bytes", model.bank.adapter_bytes)
+        model.bank.version_bytes = peers.all_reduce_min("version bytes", version_bytes(model, settings.offload))
         self.sample: SampleRole | None = None
         if "sample" in roles:
             sizes = sampling_sizes(model, settings.sample, peers)

@@ -23,6 +23,13 @@ COUNTERS = frozenset(
         "loop_rows_seconds",
         "loop_sample_seconds",
         "loop_idle_seconds",
+        "version_offloads",
+        "version_loads",
+        "version_load_wait_seconds",
+        "offload_writes",
+        "offload_written_bytes",
+        "offload_write_seconds",
+        "offload_wait_seconds",
     ]
 )
 """Numbers that only grow while their replicas live; a counter's name ends with ``_total``. All others are gauges."""

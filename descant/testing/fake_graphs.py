@@ -27,13 +27,17 @@ class _Step:
 
 class FakeDecodeGraphs:
     """Runs ahead where graphs would. ``rows``: of each step that was launched; ``ahead``: how many of them were ahead;
-    ``prefills``: rows of each prefill."""
+    ``prefills``: rows of each prefill. ``num_captures``: of graphs, one for a number of rows and the rank buckets among
+    them, and all anew once a slab lies elsewhere."""
 
     def __init__(self, sampler: Sampler, max_rows: int = 8):
         self._sampler, self.max_rows = sampler, max_rows
         self.rows: list[int] = []
         self.prefills: list[int] = []
         self.ahead = 0
+        self.num_captures = 0
+        self._captured: set[tuple[int, frozenset[int]]] = set()
+        self._slabs: dict[int, int] = {}
 
     def launch(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> LaunchedStep:
         return self._launched_step(sequences, sequences, rows, ahead=False)
@@ -67,6 +71,7 @@ class FakeDecodeGraphs:
             sequences = [*sequences, *[self._sampler._padding(None, 1)] * num_missing]
         self.rows.append(len(sequences))
         model = self._sampler._model
+        self._capture(len(sequences), frozenset(row.rank_bucket for row in rows if row is not None))
         hidden_ND, lora = model.decoder_forward(
             torch.tensor([s.tokens[0] for s in sequences]),
             torch.tensor([s.context for s in sequences]),
@@ -74,6 +79,17 @@ class FakeDecodeGraphs:
         )
         step, result_2N = self._sampled(hidden_ND, lora, sequences)
         return LaunchedStep(planned, Columns.of(sequences), step, result_2N, None, ahead=ahead)  # type: ignore[arg-type]
+
+    def _capture(self, num_rows: int, rank_buckets: frozenset[int]) -> None:
+        bank = self._sampler._model.bank
+        slabs = {rank_bucket: bank.compute_slab(rank_bucket).data_ptr() for rank_bucket in rank_buckets}
+        if any(self._slabs.get(rank_bucket, at) != at for rank_bucket, at in slabs.items()):
+            self._captured.clear()
+            self._slabs.clear()
+        self._slabs.update(slabs)
+        if (num_rows, rank_buckets) not in self._captured:
+            self._captured.add((num_rows, rank_buckets))
+            self.num_captures += 1
 
     def _sampled(
         self, hidden_ND: torch.Tensor, lora: LoraBatch | None, sequences: Sequence[SequenceStep]

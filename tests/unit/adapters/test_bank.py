@@ -277,11 +277,13 @@ def publish_many(bank: AdapterBank, count: int) -> list[Version]:
 def test_the_coldest_go_to_host_then_to_disk_and_come_back(tmp_path: Path) -> None:
     bank = make_bank(version_bytes=2 * row_bytes(), host_bytes=3 * row_bytes(), spill=tmp_path)
     versions = publish_many(bank, 9)
+    bank.residency.settle()
     stats = bank.stats()
     assert (stats["versions_resident"], stats["versions_host"], stats["versions_disk"]) == (2, 3, 4)
     assert len(list(tmp_path.iterdir())) == 4
     for version in [*versions, *reversed(versions)]:
         assert work(bank, version).max() == version.number + 1
+        bank.residency.settle()
         stats = bank.stats()
         assert stats["versions_resident"] <= 2
         assert stats["versions_host"] <= 3
@@ -289,6 +291,7 @@ def test_the_coldest_go_to_host_then_to_disk_and_come_back(tmp_path: Path) -> No
     assert bank.stats()["compute_rows"] == 3, "evicted rows are used again"
     for version in versions:
         bank.release(version)
+    bank.residency.settle()
     stats = bank.stats()
     assert (stats["versions_resident"], stats["versions_host"], stats["versions_disk"]) == (0, 0, 0)
     assert list(tmp_path.iterdir()) == []
@@ -372,6 +375,7 @@ def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
 def test_a_spilled_file_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
     bank = make_bank(version_bytes=0, host_bytes=0, spill=tmp_path)
     first, second = publish_many(bank, 2)
+    bank.residency.settle()
     files = sorted(tmp_path.iterdir())
     assert len(files) == 2
     files[0].unlink()
@@ -383,7 +387,9 @@ def test_a_spilled_file_that_is_gone_or_broken_is_named(tmp_path: Path) -> None:
 
 
 def test_left_over_files_of_an_earlier_process_go_and_nothing_else(tmp_path: Path) -> None:
-    publish_many(make_bank(version_bytes=0, host_bytes=0, spill=tmp_path), 3)
+    bank = make_bank(version_bytes=0, host_bytes=0, spill=tmp_path)
+    publish_many(bank, 3)
+    bank.residency.settle()
     (tmp_path / "mine.txt").write_text("x")
     (tmp_path / "half.version.partial").write_bytes(b"x")
     make_bank(spill=tmp_path)

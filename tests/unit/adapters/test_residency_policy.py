@@ -56,9 +56,7 @@ class Desk:
 
     def __init__(self, kind: type[Mutable], *, device: int, host: int, directory: Path):
         self.items = {name: kind(name=name, expected_as=name) for name in "abcde"}
-        self.residency = Residency(
-            self.items.values, host_bytes=host * BYTES, spill=SpillDirectory(directory), copies=CopyStream(CPU)
-        )
+        self.residency = Residency(host_bytes=host * BYTES, spill=SpillDirectory(directory), copies=CopyStream(CPU))
         self.budget = DeviceBudget(
             max_bytes=device * BYTES,
             used_bytes=lambda: BYTES * sum(item.is_resident for item in self.items.values()),
@@ -120,11 +118,11 @@ def test_what_is_pinned_stays_though_the_limit_is_passed(kind: type[Mutable], tm
 def test_what_becomes_of_the_file_of_one_that_comes_back(kind: type[Mutable], left: str, tmp_path: Path) -> None:
     desk = Desk(kind, device=1, host=0, directory=tmp_path)
     desk.use("ab")
-    desk.residency.trim_host()
+    desk.residency.settle()
     assert desk.where()["a"] == "F"
     desk.use("a")
     assert desk.where()["a"] == "R" + left
-    desk.residency.trim_host()
+    desk.residency.settle()
     assert len(list(tmp_path.iterdir())) == 1 + len(left), "b's, and what is left of a's"
 
 
@@ -143,7 +141,7 @@ def test_who_goes_to_a_file_when_an_old_one_comes_to_a_full_host(
     assert desk.where() == {"a": "R", "b": "", "c": "H", "d": "R", "e": ""}
     desk.items["a"].pins -= 1
     desk.use("e")
-    desk.residency.trim_host()
+    desk.residency.settle()
     assert [name for name, places in desk.where().items() if places == "F"] == [goes]
 
 

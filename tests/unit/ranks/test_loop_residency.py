@@ -135,6 +135,7 @@ async def test_equals_the_undisturbed_run_bit_for_bit(tier: str, tiny: Path, tmp
             models = await tenants_of(replica)
             losses.append(await one_after_the_other(models))
             weights.append(await weights_of(replica, models, tmp_path / f"{name}-weights"))
+            worker.bank.residency.settle()
             stats = worker.stats()
             assert (stats["adapter_offloads"] > 20) == (room is not None)
             if room is not None:
@@ -233,6 +234,7 @@ async def test_snapshot_publish_load_and_delete_of_a_parked_adapter(tier: str, t
         await result(model.send(DeleteModel))
         await error(model.forward(), NotFound)
         assert worker.stats()["adapters_pinned"] == 0
+        bank.residency.settle()
         assert len(list((tmp_path / "spill").glob("*.adapter.*"))) == (1 if tier == "disk" else 0)
 
 

@@ -21,7 +21,7 @@ def model(device: str, free: float, activation_memory: ActivationMemory | None =
         device=torch.device(device),
         activation_memory=activation_memory,
         free_bytes=lambda: free,
-        bank=SimpleNamespace(adapter_bytes=30 << 30),
+        bank=SimpleNamespace(adapter_bytes=30 << 30, version_bytes=2 << 30),
     )
 
 
