@@ -582,13 +582,17 @@ class Load:
         model.mkdir()
         self._floor = self._process(run_lockstep, options, str(model))
         self.facts = answer(self._floor)
+        has_gpu = not self.facts["device"].startswith("CPU")
+        if has_gpu:  # where there are cores enough, and a minute is worth something
+            self._floor.send("load")
         began = time.monotonic()
         self._server: RunningServer = stack.enter_context(
             running_server(self.facts["directory"], Path(scratch), options.set)
         )
         self.start_s = time.monotonic() - began
         self._ranks = rank_processes(self._server.pid)
-        self._floor.send("load")
+        if not has_gpu:
+            self._floor.send("load")
         self.facts["dtype"] = answer(self._floor)
         arguments = (self._phase, self._server.url, options, self.facts["text"])
         count = min(4, os.cpu_count() or 1, max(options.clients))
