@@ -232,9 +232,11 @@ class PassGraphs:
 
     def _captured(self, batch: ForwardBatch, lora: LoraBatch) -> _CapturedPass | None:
         """Filled with the pass's own numbers; None if it is not to be replayed."""
-        from descant.model.lora_kernels import MAX_RANK
+        if not 0 < batch.num_tokens <= self._max_tokens:
+            return None
+        from descant.model.lora_kernels import MAX_RANK  # loads Triton, which a machine without a GPU need not have
 
-        if not 0 < batch.num_tokens <= self._max_tokens or lora.widest > MAX_RANK:
+        if lora.widest > MAX_RANK:
             return None
         key = graph_key(
             batch.seq_lens,
