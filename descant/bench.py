@@ -174,8 +174,11 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def linear_products(network: Any, num_tokens: int, *, backward: bool) -> Callable[[], None]:
-    """The products of all linear layers of a model with ``num_tokens`` rows: x Wᵀ, and dy W for a backward."""
+    """The products of all linear layers of a model with ``num_tokens`` rows: x Wᵀ, and dy W for a backward. By the
+    library that Descant takes."""
     import torch
+
+    from descant.model import prepacked
 
     weights = [module.weight.detach() for module in network.modules() if isinstance(module, torch.nn.Linear)]
     inputs = {
@@ -187,9 +190,9 @@ def linear_products(network: Any, num_tokens: int, *, backward: bool) -> Callabl
     @torch.inference_mode()
     def run() -> None:
         for weight in weights:
-            torch.mm(inputs[weight.shape[1]], weight.T)
+            prepacked.product(inputs[weight.shape[1]], weight, None, None)
             if backward:
-                torch.mm(inputs[weight.shape[0]], weight)
+                prepacked.product_backward(inputs[weight.shape[0]], weight)
 
     return run
 

@@ -58,10 +58,7 @@ def _has_same_bits(num_out: int, num_in: int) -> bool:
 def is_onednn(x: torch.Tensor) -> bool:
     """Products of ``x`` are oneDNN's, of plain weights too. At least two rows: one alone has other bits."""
     return (
-        x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-        and has_float32()
+        x.dtype == torch.float32 and x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and has_float32()
     )
 
 
