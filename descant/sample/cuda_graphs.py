@@ -116,7 +116,7 @@ class PrefillKey:
 
 
 @dataclass(slots=True, kw_only=True)
-class Computed:
+class PassTensors:
     """``graph`` None: computed anew, not replayed. ``logits_NV``: the head's product, before its scaling. The others
     lie in the graphs' memory, where the next pass may write."""
 
@@ -235,7 +235,7 @@ class CudaGraphs:
             self._prefill_layout.tokens, head.weight_VD.shape[1], dtype=model.dtype, device=model.device
         )
         """The last prefill's hidden states, until the next."""
-        self._graphs: dict[DecodeKey | PrefillKey, Computed] = {}
+        self._graphs: dict[DecodeKey | PrefillKey, PassTensors] = {}
         self._slabs: dict[int, int] = {}
         self._memory: Any = None
         self._side: torch.cuda.Stream | None = None
@@ -337,7 +337,7 @@ class CudaGraphs:
             room = layout.head_tiles(key.rows, key.segments)
             stage.fill_tiles(f"head{rank_bucket}", head.get(rank_bucket, []), room)
 
-    def _computed(self, key: PrefillKey) -> Computed:
+    def _computed(self, key: PrefillKey) -> PassTensors:
         """Not replayed."""
         if self._compiled and self._compiles_prefill:
             try:
@@ -349,7 +349,7 @@ class CudaGraphs:
             return self._compute_prefill(key)
 
     @torch.no_grad()
-    def _compute_prefill(self, key: PrefillKey) -> Computed:
+    def _compute_prefill(self, key: PrefillKey) -> PassTensors:
         layout, fields, num_tokens, num_rows = self._prefill_layout, self._prefill_device.fields, key.tokens, key.rows
 
         step = paged_batch.PagedBatch(
@@ -463,7 +463,7 @@ class CudaGraphs:
         self,
         sequences: Sequence[SequenceStep],
         columns: Columns,
-        computed: Computed,
+        computed: PassTensors,
         stage: DecodeStage | PrefillStage,
         room: int,
         *,
@@ -502,7 +502,7 @@ class CudaGraphs:
         return tuple(sizes), a_columns is not None and bool(given)
 
     # ------------------------------------------------------------------------------------------------ the computation
-    def _captured(self, key: DecodeKey | PrefillKey) -> Computed | None:
+    def _captured(self, key: DecodeKey | PrefillKey) -> PassTensors | None:
         """None if this model cannot be captured: something in it waits for the device (experts in float32)."""
         slabs = {rank_bucket: self._model.bank.compute_slab(rank_bucket).data_ptr() for rank_bucket in key.rank_buckets}
         if any(self._slabs.get(rank_bucket, at) != at for rank_bucket, at in slabs.items()):
@@ -532,7 +532,7 @@ class CudaGraphs:
         if self._on_cuda:
             torch.cuda.synchronize()
 
-    def _compute(self, key: DecodeKey | PrefillKey) -> Computed:
+    def _compute(self, key: DecodeKey | PrefillKey) -> PassTensors:
         return self._compute_prefill(key) if isinstance(key, PrefillKey) else self._compute_step(key)
 
     def _dummies(self, key: DecodeKey | PrefillKey) -> None:
@@ -540,9 +540,9 @@ class CudaGraphs:
         if isinstance(key, PrefillKey):
             prefill_dummies(self._prefill_device, key.tokens, self._prefill_layout.tile_tokens)
         else:
-            decode_dummies(self._device, self._dummy_page)
+            decode_dummies(self._device, key.rows, self._dummy_page)
 
-    def _capture(self, key: DecodeKey | PrefillKey) -> Computed:
+    def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
         torch.cuda.synchronize()  # a pass that was launched before reads inputs that the trial runs use too
         if self._side is None:
             self._side = torch.cuda.Stream()  # one for all: what trial runs allocate stays a stream's own
@@ -585,7 +585,7 @@ class CudaGraphs:
         return self._offsets[rank_bucket]
 
     @torch.no_grad()
-    def _compute_step(self, key: DecodeKey) -> Computed:
+    def _compute_step(self, key: DecodeKey) -> PassTensors:
         fields, num_rows = self._device.fields, key.rows
         adapters = tuple(
             self._tile_class(rank_bucket, fields[f"adapters{rank_bucket}"][:room], paged_batch.TILE_ROWS)
@@ -623,7 +623,7 @@ class CudaGraphs:
         adapters: Sequence[paged_batch.BucketTiles],
         temperature_N: torch.Tensor,
         uniform_N: torch.Tensor,
-    ) -> Computed:
+    ) -> PassTensors:
         """``logits_NV`` is filled here."""
         from descant.sample.sampling_kernel import sample_rows  # Triton: only where it is used
 
@@ -637,7 +637,7 @@ class CudaGraphs:
         tokens_N, result_2N = sample_rows(
             logits_NV, temperature_N, uniform_N, logit_scale=head.logit_scale, softcap=head.softcap
         )
-        return Computed(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
+        return PassTensors(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
 
 
 class _Calls:

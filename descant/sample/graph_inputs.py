@@ -184,11 +184,11 @@ class DecodeStage(_Stage):
         return room
 
 
-def decode_dummies(inputs: Inputs, page: int) -> None:
-    """All rows dummies, without adapters."""
+def decode_dummies(inputs: Inputs, num_rows: int, page: int) -> None:
+    """So many rows, without adapters; no split is of any other."""
     inputs.buffer.zero_()
     inputs.fields["table"].fill_(page)
-    splits, num_rows = inputs.fields["splits"], len(inputs.fields["tokens"])
+    splits = inputs.fields["splits"]
     splits[:num_rows, 0] = torch.arange(num_rows, dtype=torch.int32, device=splits.device)
     splits[:num_rows, 4] = -1
     splits[num_rows:, 0] = -1

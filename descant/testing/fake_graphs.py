@@ -16,7 +16,7 @@ from descant.adapters.slots import RowRef
 from descant.model.forward_batch import ForwardBatch, PagedKV, Segment
 from descant.model.lora import LoraBatch
 from descant.model.paged_batch import BucketTiles, DecodeMetadata, PagedBatch, PrefillMetadata
-from descant.sample.cuda_graphs import Computed, CudaGraphs, DecodeKey, LaunchedStep, PrefillKey, table_width
+from descant.sample.cuda_graphs import CudaGraphs, DecodeKey, LaunchedStep, PassTensors, PrefillKey, table_width
 from descant.sample.plan import SequenceStep
 from descant.sample.runner import CHUNK_TOKENS, PASS_CHUNKS, Sampler
 from descant.sample.sampling import RowParams, sample_tokens
@@ -63,14 +63,14 @@ class FakeCudaGraphs(CudaGraphs):
         return step
 
     # ------------------------------------------------------------------------------------------------ graphs
-    def _capture(self, key: DecodeKey | PrefillKey) -> Computed:
+    def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
         self._dummies(key)
         computed = super()._compute_prefill(key) if isinstance(key, PrefillKey) else super()._compute_step(key)
         computed.graph = _Replay(self, key, computed)
         self.captured.append(key)
         return computed
 
-    def _replay(self, key: DecodeKey | PrefillKey, computed: Computed) -> None:
+    def _replay(self, key: DecodeKey | PrefillKey, computed: PassTensors) -> None:
         for other in self._graphs.values():
             other.tokens_N.fill_(-1)
             other.result_2N.fill_(torch.nan)
@@ -78,11 +78,11 @@ class FakeCudaGraphs(CudaGraphs):
         computed.tokens_N.copy_(found.tokens_N)
         computed.result_2N.copy_(found.result_2N)
 
-    def _compute_step(self, key: DecodeKey) -> Computed:
+    def _compute_step(self, key: DecodeKey) -> PassTensors:
         self.steps.append(key)
         return super()._compute_step(key)
 
-    def _compute_prefill(self, key: PrefillKey) -> Computed:
+    def _compute_prefill(self, key: PrefillKey) -> PassTensors:
         self.prefills.append(key)
         return super()._compute_prefill(key)
 
@@ -135,7 +135,7 @@ class FakeCudaGraphs(CudaGraphs):
         adapters: Sequence[BucketTiles],
         temperature_N: torch.Tensor,
         uniform_N: torch.Tensor,
-    ) -> Computed:
+    ) -> PassTensors:
         """Adapters row by row: a row's bits do not depend on its neighbours."""
         head, num_rows = self._model.lm_head, len(hidden_ND)
         segments = tuple(
@@ -152,14 +152,14 @@ class FakeCudaGraphs(CudaGraphs):
         ]
         tokens_N, logprobs_N = sample_tokens(head.scaled(logits_NV), params)
         result_2N = torch.stack([tokens_N.double(), logprobs_N.double()])
-        return Computed(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
+        return PassTensors(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
     graphs: FakeCudaGraphs
     key: DecodeKey | PrefillKey
-    computed: Computed
+    computed: PassTensors
 
     def replay(self) -> None:
         self.graphs._replay(self.key, self.computed)
@@ -179,8 +179,10 @@ def _sequences(attention: DecodeMetadata | PrefillMetadata, num_tokens: int) -> 
     if isinstance(attention, DecodeMetadata):
         positions = dict.fromkeys(range(num_tokens), -1)
         for row, _, _, position, _ in attention.splits_C5[: attention.num_splits].tolist():
+            assert row < num_tokens
             if row >= 0:
                 positions[row] = position
+        assert min(positions.values()) >= 0
         return [_Sequence(1, position, attention.table_NW[row]) for row, position in positions.items()]
     found: list[_Sequence] = []
     before, end = None, 0
@@ -190,8 +192,8 @@ def _sequences(attention: DecodeMetadata | PrefillMetadata, num_tokens: int) -> 
             continue
         assert start == end
         assert length <= attention.tile_tokens
-        if row == before:
-            assert row < 0 or found[-1].context + found[-1].length == position
+        if row == before and row >= 0:
+            assert found[-1].context + found[-1].length == position
             found[-1].length += length
         else:
             found.append(_Sequence(length, position, None if row < 0 else attention.table_BW[row]))

@@ -20,7 +20,7 @@ from torch import nn
 from descant.adapters.slots import RowRef
 from descant.model.load import ModelSource, load_model
 from descant.sample import cuda_graphs
-from descant.sample.cuda_graphs import BUCKETS, PREFILL_ROWS, Computed, DecodeKey, PrefillKey, _Calls, token_buckets
+from descant.sample.cuda_graphs import BUCKETS, PREFILL_ROWS, DecodeKey, PassTensors, PrefillKey, _Calls, token_buckets
 from descant.sample.graph_inputs import Columns, DecodeLayout, DecodeStage, Inputs, segments
 from descant.sample.plan import SampleLimits, SequenceStep
 from descant.sample.runner import Sampler
@@ -307,7 +307,7 @@ def test_a_long_pass_is_not_captured_nor_padded(tmp_path: Path, monkeypatch: pyt
 
 def test_what_cannot_be_captured_is_computed_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Uncapturable(FakeCudaGraphs):
-        def _capture(self, key: DecodeKey | PrefillKey) -> Computed:
+        def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
             if isinstance(key, PrefillKey):
                 raise RuntimeError("operation not permitted when stream is capturing")
             return super()._capture(key)
