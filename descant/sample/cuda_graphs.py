@@ -151,10 +151,14 @@ class LaunchedStep:
         index = self._index.get(sequence.sequence)
         if index is None:
             return None
-        own, page = self.sequences[index], sequence.context // PAGE_TOKENS
+        own = self.sequences[index]
         if own.context + len(own.tokens) - 1 + self._ahead != sequence.context:
             return None
-        return index if own.pages[page] == sequence.pages[page] else None  # where it wrote the token's key
+        if own.pages is not sequence.pages:  # preempted since, maybe: the token's key lies where it was written
+            page = sequence.context // PAGE_TOKENS
+            if own.pages[page] != sequence.pages[page]:
+                return None
+        return index
 
     def versions(self, indices: Sequence[int]) -> list[Version | None]:
         """What computes these of its rows, whatever they are with by now."""

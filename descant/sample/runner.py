@@ -177,6 +177,16 @@ class Sampler:
             raise ServerError(f"a step names {sequence.version}, which no request has pinned")
         return pin.row
 
+    def _rows_of(self, sequences: Sequence[SequenceStep]) -> list[RowRef | None]:
+        """Their versions are looked up once, where one comes after the other."""
+        rows: list[RowRef | None] = []
+        version, row = None, None
+        for sequence in sequences:
+            if sequence.version is not version:
+                version, row = sequence.version, self._row(sequence)
+            rows.append(row)
+        return rows
+
     # ------------------------------------------------------------------------------------------------ on CUDA
     def _run_graphs(self, graphs: CudaGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
         """What the device did ahead is taken where it serves; the rest is computed now. Before the result of anything
@@ -186,6 +196,7 @@ class Sampler:
         weights, or reads them before anything that takes their row. The step after is the new version's."""
         launched, self._ahead = self._ahead, None
         goes_on, drafted = True, False
+        decodes = _is_output if self._batch_invariant else _decodes
         prefilled: list[SequenceStep] = []
         served: list[tuple[tuple[int, int], int, SequenceStep]] = []
         fresh: list[SequenceStep] = []
@@ -195,7 +206,7 @@ class Sampler:
             # would write over the logits that alternatives are taken from.
             if sequence.topk or _is_cut(sequence):
                 goes_on = False
-            if not self._decodes(sequence):
+            if not decodes(sequence):
                 prefilled.append(sequence)
                 continue
             if not sequence.sample:  # nor does it where it was sampled before
@@ -228,7 +239,7 @@ class Sampler:
             if not together:
                 outputs += self._take(graphs, pending)
             rows = list(enumerate(part))
-            launched = graphs.launch(part, [self._row(s) for s in part])
+            launched = graphs.launch(part, self._rows_of(part))
             pending.append(_Launch(launched=launched, rows=rows, goes_on=rows))
         for part in passes:
             if not together:
@@ -237,12 +248,6 @@ class Sampler:
         if together and (served or fresh) and not (served and fresh):  # two decode steps would take longer than a wait
             self._ahead = self._launch_ahead(graphs, pending)
         return outputs + self._take(graphs, pending)
-
-    def _decodes(self, sequence: SequenceStep) -> bool:
-        """A decode step's graph computes its step, but for its draft."""
-        if self._batch_invariant:  # output tokens always, prompts never
-            return sequence.is_output and len(sequence.tokens) == 1
-        return _decodes(sequence)
 
     def _launch_ahead(self, graphs: CudaGraphs, pending: Sequence[_Launch]) -> LaunchedStep | None:
         kept: list[tuple[int, SequenceStep]] = []
@@ -254,7 +259,7 @@ class Sampler:
             kept.sort(key=lambda pair: self._order(pair[1]))
         if len(kept) > graphs.max_rows:
             return None
-        rows = [self._row(sequence) for _, sequence in kept]
+        rows = self._rows_of([sequence for _, sequence in kept])
         return graphs.launch_ahead([entry.launched for entry in pending], kept, rows)
 
     def _passes(self, graphs: CudaGraphs, sequences: Sequence[SequenceStep]) -> list[list[SequenceStep]]:
@@ -292,9 +297,8 @@ class Sampler:
                     goes_on.append((len(sampled), sequence))
                 last += range(start + len(sequence.tokens) - 1, start + _num_inputs(sequence))
                 sampled += _rows(sequence)
-        launched = graphs.launch_prefill(
-            sequences, [self._row(s) for s in sequences], starts, sampled, [self._row(s) for s in sampled], last
-        )
+        rows, sampled_rows = self._rows_of(sequences), self._rows_of(sampled)
+        launched = graphs.launch_prefill(sequences, rows, starts, sampled, sampled_rows, last)
         return _Launch(
             launched=launched,
             rows=list(enumerate(sampled)),
@@ -320,7 +324,7 @@ class Sampler:
         if all(sequence.prompt is None for sequence in sequences):
             return outputs
         sizes = [_num_inputs(sequence) for sequence in sequences]
-        given = segments([self._row(sequence) for sequence in sequences], sizes, starts)
+        given = segments(self._rows_of(sequences), sizes, starts)
         batch = ForwardBatch(
             seq_lens=(starts[-1] + sizes[-1],),
             segments=tuple(Segment(start=start, end=end, row=row) for start, end, row in given),
@@ -594,8 +598,13 @@ def _verified(sequences: Sequence[SequenceStep], sampled: Sequence[SequenceOutpu
 
 
 def _decodes(sequence: SequenceStep) -> bool:
-    """One token in, one token out."""
+    """One token in, one token out, its draft aside."""
     return len(sequence.tokens) == 1 and sequence.sample and sequence.prompt is None
+
+
+def _is_output(sequence: SequenceStep) -> bool:
+    """One token in, which was sampled: of batch-invariant steps that decode, a prompt's token never."""
+    return len(sequence.tokens) == 1 and sequence.is_output
 
 
 def _is_cut(sequence: SequenceStep) -> bool:

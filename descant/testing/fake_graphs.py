@@ -196,7 +196,8 @@ def _sequences(attention: DecodeMetadata | PrefillMetadata, num_tokens: int) -> 
             assert found[-1].context + found[-1].length == position
             found[-1].length += length
         else:
-            found.append(_Sequence(length, position, None if row < 0 else attention.table_BW[row]))
+            own = None if row < 0 else attention.table_BW[row]
+            found.append(_Sequence(length, 0 if own is None else position, own))
         before, end = row, start + length
     assert end == num_tokens
     return found
