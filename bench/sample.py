@@ -239,7 +239,12 @@ def main() -> None:
     )
     num_pages = options.prompts * pages_for(options.prompt_tokens + options.tokens)
     start = time.perf_counter()
-    sampler = Sampler(model, num_pages=num_pages, max_rows=options.prompts)
+    sampler = Sampler(
+        model,
+        num_pages=num_pages,
+        max_rows=options.prompts,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
     sampler.warm_up()
     print(f"compiled and captured in {time.perf_counter() - start:.1f} s", flush=True)
     gc.collect()

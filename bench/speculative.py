@@ -20,7 +20,7 @@ import torch
 from descant.model.base import BaseModel
 from descant.model.load import load_model, resolve_model
 from descant.sample.plan import SampleLimits
-from descant.sample.runner import Sampler
+from descant.sample.runner import MAX_NUM_BATCHED_TOKENS, Sampler
 from descant.sample.scheduler import Scheduler
 from descant.sample.speculative import Drafter, NgramDrafter
 from descant.types import EncodedText, SampleRequest, SamplingParams
@@ -47,7 +47,7 @@ def run(
         SampleLimits(
             max_num_seqs=num,
             num_pages=NUM_PAGES,
-            max_num_batched_tokens=1 << 14,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             max_queued_requests=num,
             max_context_length=model.facts.max_context_length,
             vocab_size=model.facts.vocab_size,

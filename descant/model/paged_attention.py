@@ -17,19 +17,23 @@ or KV splits, W width of the page table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import cast
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, to_device
-from descant.model.paged_batch import PAGED_BATCHES, DecodeMetadata
-
-PREFILL_ROWS = 64
-"""Query rows (tokens times G) of a prefill tile: one tile of the matrix unit."""
+from descant.model.paged_batch import (
+    PAGED_BATCHES,
+    DecodeMetadata,
+    PrefillMetadata,
+    prefill_tile_tokens,
+    prefill_tiles,
+)
 
 
 @triton.jit
@@ -56,6 +60,8 @@ def _write(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.load(tiles + tile * 4)
+    if sequence < 0:
+        return
     start = tl.load(tiles + tile * 4 + 1)
     rows = tl.load(tiles + tile * 4 + 2)
     position = tl.load(tiles + tile * 4 + 3)
@@ -111,6 +117,12 @@ def _attend(  # type: ignore[no-untyped-def]
     live = t < rows
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
+    row = (start + t) * (K * G) + query_head
+    mask_out = live[:, None] & (dv < DV)[None, :]
+    if sequence < 0:  # tokens that fill the pass up, or none
+        zeros = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * DV + dv[None, :], zeros, mask=mask_out)
+        return
     n = tl.arange(0, PAGE)
     q = tl.load(
         query + (start + t)[:, None] * query_stride_t + query_head[:, None] * query_stride_h + d[None, :],
@@ -155,10 +167,8 @@ def _attend(  # type: ignore[no-untyped-def]
             sums = sums * fade[:, None] + tl.dot(weights.to(v.dtype), v)
         highest = higher
 
-    row = (start + t) * (K * G) + query_head
     sums = sums / total[:, None]
-    mask = live[:, None] & (dv < DV)[None, :]
-    tl.store(out + row[:, None] * DV + dv[None, :], sums.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row[:, None] * DV + dv[None, :], sums.to(out.dtype.element_ty), mask=mask_out)
 
 
 @triton.jit
@@ -319,12 +329,33 @@ def paged_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
+    """``prefill_attention`` of a ``ForwardBatch`` with ``kv``; 0 comes out for tokens behind its own."""
+    group = query.shape[1] // key.shape[1]
+    metadata = _metadata(batch, group, len(query), query.device)
+    return prefill_attention(
+        query, key, value, keys, values, metadata, scaling=scaling, window=window or 0, softcap=softcap or 0.0
+    )
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: PrefillMetadata,
+    *,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
     """Writes the tokens' keys and values into their pages, then attends over all of the sequence. ``query`` [T, H, D],
-    ``key`` and ``value`` [T, K, D], ``keys`` and ``values`` the layer's pages; [T, H, D] contiguous. ``batch`` has
-    ``kv``; tokens behind its own only fill up the rows: 0 comes out for them."""
+    ``key`` and ``value`` [T, K, D], ``keys`` and ``values`` the layer's pages; [T, H, D] contiguous. 0: no window, no
+    soft cap. For tokens of no sequence nothing is written, and 0 comes out. No length is known to the host: a launch
+    depends on the shapes of the tensors alone."""
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     shape = _Shape.of(query, key, value)
-    tiles_C4, table_BW, tile_tokens = _prefill_tensors(batch, shape.group, query.device)
+    tiles_C4, table_BW, tile_tokens = batch.tiles_C4, batch.table_BW, batch.tile_tokens
     _write[(len(tiles_C4), shape.heads)](
         key,
         value,
@@ -347,7 +378,6 @@ def paged_attention(
         num_warps=4,
     )
     out = query.new_empty(len(query), query.shape[1], shape.value_size)
-    out[batch.num_tokens :].zero_()
     wide = query.dtype == torch.float32
     _attend[(len(tiles_C4), shape.heads)](
         query,
@@ -357,7 +387,7 @@ def paged_attention(
         tiles_C4,
         out,
         scaling,
-        softcap or 0.0,
+        softcap,
         query.stride(0),
         query.stride(1),
         table_BW.stride(0),
@@ -369,8 +399,8 @@ def paged_attention(
         BLOCK_DV=shape.block_dv,
         BLOCK_M=max(16, triton.next_power_of_2(tile_tokens * shape.group)),
         PAGE=PAGE_TOKENS,
-        WINDOW=window or 0,
-        SOFTCAP=softcap is not None,
+        WINDOW=window,
+        SOFTCAP=softcap > 0,
         IEEE=wide,
         num_warps=4,
         num_stages=1 if wide else (3 if max(shape.size, shape.value_size) <= 128 else 2),
@@ -405,14 +435,20 @@ class _Shape:
         return max(16, int(triton.next_power_of_2(self.value_size)))
 
 
-def _prefill_tensors(batch: ForwardBatch, group: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Tiles, page table (int32) and the tokens of a tile: made once a pass."""
-    kv, key = batch.kv, f"paged/{group}"
+def _metadata(batch: ForwardBatch, group: int, num_tokens: int, device: torch.device) -> PrefillMetadata:
+    """Made once a pass, and for each size of group."""
+    kv, name = batch.kv, f"paged/{group}"
     assert kv is not None
-    if key not in batch.cache:
-        tiles, tile_tokens = prefill_tiles(batch.seq_lens, kv.context_lens, group)
-        batch.cache[key] = (to_device(tiles, device), kv.page_table.to(device, torch.int32), tile_tokens)
-    return cast("tuple[torch.Tensor, torch.Tensor, int]", batch.cache[key])
+    if name not in batch.cache:
+        tile_tokens = prefill_tile_tokens(group) if max(batch.seq_lens, default=1) > 1 else 1
+        starts = list(accumulate(batch.seq_lens[:-1], initial=0))
+        tiles = prefill_tiles(starts, batch.seq_lens, kv.context_lens, num_tokens, tile_tokens)
+        batch.cache[name] = PrefillMetadata(
+            table_BW=kv.page_table.to(device, torch.int32),
+            tiles_C4=to_device(torch.from_numpy(tiles.astype(np.int32)), device),
+            tile_tokens=tile_tokens,
+        )
+    return cast(PrefillMetadata, batch.cache[name])
 
 
 def _attention(
@@ -427,9 +463,9 @@ def _attention(
     softcap: float,
 ) -> torch.Tensor:
     batch = PAGED_BATCHES[handle].attention
-    if isinstance(batch, ForwardBatch):
-        return paged_attention(
-            query, key, value, keys, values, batch, scaling=scaling, window=window or None, softcap=softcap or None
+    if isinstance(batch, PrefillMetadata):
+        return prefill_attention(
+            query, key, value, keys, values, batch, scaling=scaling, window=window, softcap=softcap
         )
     return decode_attention(query, key, value, keys, values, batch, scaling=scaling, window=window, softcap=softcap)
 
@@ -446,8 +482,7 @@ def decode_attention(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    """As ``paged_attention``, of one new token a sequence; 0: no window, no soft cap. Rows without a split stay
-    undefined."""
+    """As ``prefill_attention``, of one new token a sequence. Rows without a split stay undefined."""
     query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     shape = _Shape.of(query, key, value)
     num_heads = query.shape[1]
@@ -539,16 +574,3 @@ def paged_batch_attention(
         query_THD, key_TKD, value_TKD, keys, values, handle, scaling, window or 0, softcap or 0.0
     )
     return out
-
-
-def prefill_tiles(seq_lens: Sequence[int], context_lens: Sequence[int], group: int) -> tuple[torch.Tensor, int]:
-    """Tiles int32 [C, 4] on the host (row of the page table, first token of the stream, number of tokens, position of
-    the first), and the tokens of a tile at most."""
-    tile_tokens = max(1, PREFILL_ROWS // group) if max(seq_lens, default=1) > 1 else 1
-    tiles: list[tuple[int, int, int, int]] = []
-    start = 0
-    for sequence, (length, context) in enumerate(zip(seq_lens, context_lens, strict=True)):
-        for row in range(0, length, tile_tokens):
-            tiles.append((sequence, start + row, min(tile_tokens, length - row), context + row))
-        start += length
-    return torch.tensor(tiles, dtype=torch.int32).view(-1, 4), tile_tokens

@@ -5,10 +5,11 @@ layers. What belongs to one layer (its pages) hangs on its attention module as t
 kind are one program to the compiler, and one program serves decode steps of any number of rows, adapters and KV splits,
 and prefill.
 
-A decode step is one token a sequence, everything that varies in tensors that stay where they are: it can be captured
-once and replayed. Layers that are joined (``MultiLoraLinear.join``) are one product here too.
+Everything that varies lies in tensors, which may stay where they are: a decode step (one token a sequence) and a
+prefill can be captured once and replayed. Layers that are joined (``MultiLoraLinear.join``) are one product here too.
 
-Legend: N sequences (rows), W width of the page table, C tiles or KV splits, S sites, H fused LoRA-A columns.
+Legend: N sequences (rows) of a decode step, B of a prefill, W width of the page table, C tiles or KV splits, S sites, H
+fused LoRA-A columns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 
 from descant.adapters.bank import AdapterBank
 from descant.adapters.slots import RowRef
-from descant.model.forward_batch import ForwardBatch, Handles, KVPool
+from descant.model.forward_batch import Handles, KVPool
 from descant.types import SCALE_NUMERATOR
 
 TILE_ROWS = 16
@@ -31,6 +32,9 @@ TILE_ROWS = 16
 
 PREFILL_TILE_ROWS = 64
 """and in prefill."""
+
+ATTENTION_TILE_ROWS = 64
+"""Query rows (tokens times heads of a group) of a prefill's attention tile: one tile of the matrix unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,16 @@ class DecodeMetadata:
     partials_N2: torch.Tensor
     num_splits: int
     num_partials: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillMetadata:
+    """``table_BW`` int32. ``tiles_C4`` int32: see ``prefill_tiles``, of at most ``tile_tokens`` each; together they
+    have every token of the pass, those that only fill it up included."""
+
+    table_BW: torch.Tensor
+    tiles_C4: torch.Tensor
+    tile_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +80,7 @@ class PagedBatch:
     tile of ``adapters`` use the base alone. ``lora_a_fused``: all their A's lie behind the weights
     (``model.fused_lora_a``)."""
 
-    attention: DecodeMetadata | ForwardBatch
+    attention: DecodeMetadata | PrefillMetadata
     adapters: tuple[BucketTiles, ...]
     lora_a_fused: bool = False
     handle: torch.Tensor = field(init=False, repr=False, compare=False)
@@ -95,6 +109,32 @@ def kv_splits(positions_N: NDArray[np.int64], split_tokens: int) -> tuple[NDArra
     return np.stack([rows, begin, end, positions_N[rows], partial], axis=1)[order], np.stack(
         [first_partial, partials], axis=1
     )
+
+
+def prefill_tile_tokens(group: int) -> int:
+    """Tokens of an attention tile, where as many query heads share a key head."""
+    return max(1, ATTENTION_TILE_ROWS // group)
+
+
+def prefill_tiles(
+    starts: Sequence[int], lengths: Sequence[int], context_lens: Sequence[int], num_tokens: int, tile_tokens: int
+) -> NDArray[np.int64]:
+    """The pass's tokens cut every ``tile_tokens``, in each sequence anew. ``starts``: each one's first token in the
+    stream, rising; ``context_lens``: tokens before it that are in its pages.
+
+    [C, 4]: row of the page table, first token of the stream, number of tokens, position of the first. Between the
+    sequences and behind them tokens only fill the pass up: of no row, -1."""
+    begin, count = np.asarray(starts, np.int64), np.asarray(lengths, np.int64)
+    end = begin + count
+    gap_begin, gap_end = np.append(0, end), np.append(begin, num_tokens)
+    first = np.concatenate([begin, gap_begin])
+    size = np.concatenate([count, gap_end - gap_begin])
+    row = np.concatenate([np.arange(len(begin)), np.full(len(gap_begin), -1)])
+    position = np.concatenate([np.asarray(context_lens, np.int64), np.zeros(len(gap_begin), np.int64)])
+    tiles = -(-size // tile_tokens)
+    of = np.repeat(np.arange(len(size)), tiles)
+    before = (np.arange(len(of)) - (np.cumsum(tiles) - tiles)[of]) * tile_tokens
+    return np.stack([row[of], first[of] + before, np.minimum(tile_tokens, size[of] - before), position[of] + before], 1)
 
 
 def bind(network: nn.Module, pool: KVPool) -> None:

@@ -67,6 +67,10 @@ def _shrink(  # type: ignore[no-untyped-def]
     a = slab + slot * row + tl.multiple_of(tl.load(offsets + site * 2), ALIGN)
     if LAUNCH_PDL:
         gdc_launch_dependents()
+    if start >= end:  # where a pass has room for more tiles
+        if LAUNCH_PDL:
+            gdc_wait()
+        return
     n = start + tl.arange(0, ROWS)
     r = tl.arange(0, BLOCK_R)
     live = (n < end)[:, None]
@@ -125,6 +129,11 @@ def _expand(  # type: ignore[no-untyped-def]
     slot = tl.load(tiles + tile * 5 + 2).to(tl.int64)
     scale = tl.load(tiles + tile * 5 + 3).to(tl.float32, bitcast=True)
     column = tl.load(tiles + tile * 5 + 4)
+    if start >= end:
+        if LAUNCH_PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        return
     # Which site's features: block numbers run through the sites.
     blocks0 = (out0 + BLOCK_O - 1) // BLOCK_O
     blocks1 = (out1 + BLOCK_O - 1) // BLOCK_O
@@ -137,9 +146,7 @@ def _expand(  # type: ignore[no-untyped-def]
     r = tl.arange(0, BLOCK_R)
     o = own * BLOCK_O + tl.arange(0, BLOCK_O)
     live = (n < end)[:, None]
-    weights = tl.load(
-        b + o[None, :] * R + r[:, None], mask=(o < features)[None, :] & (r < R)[:, None] & (start < end), other=0.0
-    )
+    weights = tl.load(b + o[None, :] * R + r[:, None], mask=(o < features)[None, :] & (r < R)[:, None], other=0.0)
     if LAUNCH_PDL:
         gdc_launch_dependents()
         gdc_wait()

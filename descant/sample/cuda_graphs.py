@@ -1,19 +1,23 @@
-"""Passes over the KV pages on CUDA: prefill through compiled layers, and decode steps captured as CUDA graphs.
+"""Passes over the KV pages on CUDA, captured as CUDA graphs: decode steps, and prefill.
 
-    rows → one pinned buffer → one copy → replay (layers, head, sampling) → one copy back → tokens, log-probabilities
+    sequences → one pinned buffer → one copy → replay (layers, head, sampling) → one copy back → tokens, logprobs
 
-A graph is made for a number of rows, of KV splits, and of tiles of each class of adapters,
-whose A's are fused (``model.fused_lora_a``) or are not.
+A decode step's graph is made for a number of rows, of KV splits, and of tiles of each class of adapters, whose A's are
+fused (``model.fused_lora_a``) or are not. A prefill's is made for a number of tokens, of rows that are sampled, and of
+adapters: prompts' chunks and drafts of many sequences, what is not there filled up with tokens of no sequence. It has
+room for every rank class that has come so far, so that whose prompts come together makes no graph of its own.
+A pass that keeps the device busy for longer than the host needs to launch it is not captured, nor is prefill of a
+mixture of experts; layers are compiled then as well, mixtures excepted.
+
 While the host takes in a step's tokens and plans the next, the device already computes that next step
 (``launch_ahead``): it has the tokens, and all else is known before. What the plan then leaves out is thrown away. New
 weights begin with the step after: what is ahead was computed with those of its launch, and is reported as theirs.
 
-All inputs are views of one buffer on the device that never moves; a step fills the same buffer in host memory and
-copies it over. Rows beyond the step's own are dummies whose keys go to a page of no sequence. Graphs share one memory
-pool. Those of the base alone are captured at the start (``warm_up``), others when first needed, which takes a fraction
-of a second: the layers are compiled once for all of them. They are dropped when a slab of the bank has moved.
+All inputs are views of a buffer on the device that never moves (``graph_inputs``). Graphs share one memory pool. Those
+of the base alone are captured at the start (``warm_up``), others when first needed, which takes a fraction of a second:
+the layers are compiled once for all of them. They are dropped when a slab of the bank has moved.
 
-Legend: N rows, V vocabulary, D hidden size, W width of the page table, C tiles of adapters or KV splits.
+Legend: N rows, T tokens of a prefill, V vocabulary, D hidden size, C tiles of adapters.
 """
 
 from __future__ import annotations
@@ -21,31 +25,48 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from descant.adapters.layout import RANK_BUCKETS
 from descant.adapters.slots import RowRef
 from descant.model import paged_batch
 from descant.model.base import WARM_UP_TOKENS, BaseModel
-from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, KVPool, PagedKV, to_device
-from descant.model.lora import LoraBatch
+from descant.model.forward_batch import PAGE_TOKENS, KVPool
+from descant.sample.graph_inputs import (
+    Columns,
+    DecodeLayout,
+    DecodeStage,
+    Inputs,
+    PrefillLayout,
+    PrefillStage,
+    decode_dummies,
+    prefill_dummies,
+    runs,
+    segments,
+)
 from descant.sample.plan import SequenceStep
-from descant.sample.rng import uniforms
 from descant.types import Version
 
 logger = logging.getLogger(__name__)
 
 BUCKETS = (8, 16, 32, 64, 128, 256)
-"""Rows of a graph. Fewer than 8 rows cost as much as 8."""
+"""Rows of a decode step's graph. Fewer than 8 rows cost as much as 8."""
+
+PREFILL_ROWS = 32
+"""Sequences, and sampled rows, of a prefill's smaller graphs. The head reads its weight whole for one row as for 32."""
+
+MIN_PREFILL_TOKENS = 64
+
+MAX_CAPTURED_FLOPS = 1.2e13
+"""Of a prefill. More keep an H200 busy for 20 ms, about what the host takes to launch one that is not captured, and a
+graph of more tokens keeps more memory."""
 
 SPLIT_TOKENS = 512
 """Keys that one program of decode attention walks at most."""
@@ -70,19 +91,34 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Key:
-    """What a graph is made for. ``splits``: room for them, ``rows`` if every sequence is one split. ``tiles``: (rank
-    class, room for tiles) of each class that has rows. ``lora_a_fused``: see ``PagedBatch``."""
+class DecodeKey:
+    """What a decode step's graph is made for. ``splits``: room for them, ``rows`` if every sequence is one split.
+    ``tiles``: (rank class, room for tiles) of each class that has rows. ``lora_a_fused``: see ``PagedBatch``."""
 
     rows: int
     splits: int
     tiles: tuple[tuple[int, int], ...]
     lora_a_fused: bool
 
+    @property
+    def rank_buckets(self) -> Collection[int]:
+        return [rank_bucket for rank_bucket, _ in self.tiles]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillKey:
+    """What a prefill's graph is made for. ``segments``: room for so many adapters in each of ``rank_buckets``."""
+
+    tokens: int
+    rows: int
+    rank_buckets: tuple[int, ...]
+    segments: int
+
 
 @dataclass(slots=True, kw_only=True)
-class _Captured:
-    """``graph`` None: computed anew, not replayed. ``logits_NV``: the head's product, before its scaling."""
+class PassTensors:
+    """``graph`` None: computed anew, not replayed. ``logits_NV``: the head's product, before its scaling. The others
+    lie in the graphs' memory, where the next pass may write."""
 
     graph: Any
     logits_NV: torch.Tensor
@@ -90,59 +126,39 @@ class _Captured:
     result_2N: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """What a step's rows are computed from, tokens, pages and adapters aside."""
-
-    positions_N: NDArray[np.int64]
-    temperature_N: NDArray[np.float32]
-    seeds_N: NDArray[np.uint64]
-    offsets_N: NDArray[np.uint64]
-
-    @classmethod
-    def of(cls, sequences: Sequence[SequenceStep]) -> Columns:
-        return cls(
-            positions_N=np.array([s.context for s in sequences], np.int64),
-            temperature_N=np.array([s.temperature for s in sequences], np.float32),
-            seeds_N=np.array([s.seed for s in sequences], np.uint64),
-            offsets_N=np.array([s.rng_offset for s in sequences], np.uint64),
-        )
-
-    def ahead(self, sources: Sequence[int]) -> Columns:
-        """One token further, for these of the rows."""
-        chosen = np.array(sources, np.int64)
-        return Columns(
-            positions_N=self.positions_N[chosen] + 1,
-            temperature_N=self.temperature_N[chosen],
-            seeds_N=self.seeds_N[chosen],
-            offsets_N=self.offsets_N[chosen] + np.uint64(1),
-        )
-
-
 class LaunchedStep:
-    """A step that was launched on the device: its sequences, and where its result will be. ``ahead``: it computes the
-    token after the one that its sequences' last step sampled."""
+    """A decode step, or a prefill, that was launched on the device: the sequences of its rows, and where its result
+    will be. ``tokens_N``: what its rows sample, on the device. ``logits_NV``: before their scaling, until the next
+    launch. ``ahead``: it computes the token after the one that its sequences' last step sampled."""
 
     def __init__(
         self,
         sequences: Sequence[SequenceStep],
         columns: Columns,
-        step: _Captured,
+        tokens_N: torch.Tensor,
+        logits_NV: torch.Tensor,
         result: np.ndarray,
         done: Any,
         *,
         ahead: bool,
     ):
-        self.sequences, self.columns, self.step = sequences, columns, step
+        self.sequences, self.columns, self.tokens_N, self.logits_NV = sequences, columns, tokens_N, logits_NV
         self._result, self._done, self._ahead = result, done, ahead
         self._index = {sequence.sequence: index for index, sequence in enumerate(sequences)}
 
     def index(self, sequence: SequenceStep) -> int | None:
-        """Which of its rows does this sequence's step, whatever its version; None if none does."""
+        """Which of its rows, of a decode step, does this sequence's step, whatever its version; None if none does."""
         index = self._index.get(sequence.sequence)
         if index is None:
             return None
-        return index if self.sequences[index].context + self._ahead == sequence.context else None
+        own = self.sequences[index]
+        if own.context + len(own.tokens) - 1 + self._ahead != sequence.context:
+            return None
+        if own.pages is not sequence.pages:  # preempted since, maybe: the token's key lies where it was written
+            page = sequence.context // PAGE_TOKENS
+            if own.pages[page] != sequence.pages[page]:
+                return None
+        return index
 
     def versions(self, indices: Sequence[int]) -> list[Version | None]:
         """What computes these of its rows, whatever they are with by now."""
@@ -157,9 +173,10 @@ class LaunchedStep:
         )
 
 
-class DecodeGraphs:
-    """Steps of at most ``max_rows`` sequences with one new token each, and prefill. One thread; at most two launched
-    steps at once."""
+class CudaGraphs:
+    """Decode steps of at most ``max_rows`` sequences with one new token each, and prefills of at most ``max_tokens``
+    tokens, ``max_prefill_rows`` sequences and sampled rows. One thread; at most two launched steps at once, and two
+    prefills."""
 
     def __init__(
         self,
@@ -169,34 +186,64 @@ class DecodeGraphs:
         dummy_page: int,
         table_width: int,
         max_rows: int = BUCKETS[-1],
+        max_tokens: int,
         compiled: bool = True,
         batch_invariant: bool = False,
     ):
         """``dummy_page``: a page of ``pool`` that no sequence gets. ``table_width``: pages of the longest sequence.
         ``compiled``: layers through ``torch.compile`` (fewer, fused kernels; some seconds, once). Off CUDA nothing is
         captured or compiled. ``batch_invariant``: a row's bits do not depend on what else is in the step, so every step
-        is of the same number of rows, the largest."""
+        is of the same number of rows, and every prefill of the same number of tokens, the largest."""
         self._model, self._pool, self._dummy_page = model, pool, dummy_page
         # A product of more columns may be another kernel: it must not depend on what adapters the others have.
         self._fused_lora_a = None if batch_invariant else model.fused_lora_a
         self._on_cuda = model.device.type == "cuda"
-        self._captures = self._on_cuda
         self._compiled = compiled and self._on_cuda
+        self._compiles_prefill = not model.has_experts  # whose every prefill would be another program
+        self._captures = self._on_cuda
+        self._captures_prefill = self._captures and not model.has_experts
         self.max_rows = min(max_rows, BUCKETS[-1])
         largest = bisect_left(BUCKETS, self.max_rows)
         self._buckets = BUCKETS[largest if batch_invariant else 0 : largest + 1]
         max_splits = max(size * -(-table_width * PAGE_TOKENS // self._split_tokens(size)) for size in self._buckets)
-        layout = _Layout(rows=self._buckets[-1], width=table_width, max_splits=max_splits)
-        self._device = _Inputs(layout, model.device)
-        self._stages = [_Stage(layout, dummy_page, pinned=self._on_cuda) for _ in range(2)]
-        self._logits_NV = torch.empty(
-            self._buckets[-1], model.lm_head.vocab_size, dtype=model.dtype, device=model.device
-        )  # one for all graphs: at most one step's are looked at after it
-        self._graphs: dict[_Key, _Captured] = {}
+        layout = DecodeLayout(rows=self._buckets[-1], width=table_width, max_splits=max_splits)
+        self._device = Inputs(layout.fields(), model.device)
+        self._stages = [DecodeStage(layout, dummy_page, pinned=self._on_cuda) for _ in range(2)]
+
+        self.max_tokens = max_tokens
+        self._batch_invariant = batch_invariant
+        self._token_buckets = (max_tokens,) if batch_invariant else token_buckets(max_tokens)
+        self._row_buckets = (PREFILL_ROWS, *(self._buckets[-1:] if self._buckets[-1] > PREFILL_ROWS else ()))
+        self.max_prefill_rows = self._row_buckets[-1]
+        num_heads = model.network.config.get_text_config().num_attention_heads  # type: ignore[union-attr, operator]
+        self._prefill_layout = PrefillLayout(
+            tokens=max(self._token_buckets[-1], WARM_UP_TOKENS),
+            rows=self.max_prefill_rows,
+            width=table_width,
+            tile_tokens=paged_batch.prefill_tile_tokens(
+                num_heads // min(kv_heads for kv_heads, _, _ in model.kv_shapes)
+            ),
+            adapter_rows={rank_bucket: self._prefill_tile_rows(rank_bucket) for rank_bucket in RANK_BUCKETS},
+        )
+        self._prefill_device = Inputs(self._prefill_layout.fields(), model.device)
+        self._prefill_stages = [PrefillStage(self._prefill_layout, pinned=self._on_cuda) for _ in range(2)]
+        self._prefill_rank_buckets: tuple[int, ...] = ()
+        """Of the adapters that prompts have come with so far."""
+        params = sum(site.in_features * site.out_features for site in model.bank.sites)
+        self._max_captured_tokens = max(MAX_CAPTURED_FLOPS / (2 * max(params, 1)), MIN_PREFILL_TOKENS)
+
+        head, num_rows = model.lm_head, max(self._buckets[-1], self.max_prefill_rows)
+        # One of each for all graphs: at most one pass's are looked at after it.
+        self._logits_NV = torch.empty(num_rows, head.vocab_size, dtype=model.dtype, device=model.device)
+        self.hidden_TD = torch.empty(
+            self._prefill_layout.tokens, head.weight_VD.shape[1], dtype=model.dtype, device=model.device
+        )
+        """The last prefill's hidden states, until the next."""
+        self._graphs: dict[DecodeKey | PrefillKey, PassTensors] = {}
         self._slabs: dict[int, int] = {}
         self._memory: Any = None
+        self._side: torch.cuda.Stream | None = None
         self._layers = model.layers
-        self._compiles_prefill = not model.has_experts  # whose every prefill would be another program
         self._calls: list[Any] | None = None
         self._offsets: dict[int, dict[tuple[int, ...], torch.Tensor]] = {}
         paged_batch.bind(model.network, pool)
@@ -206,73 +253,142 @@ class DecodeGraphs:
         return SPLIT_TOKENS if enough else SMALL_SPLIT_TOKENS
 
     def warm_up(self) -> None:
-        """Compiles the layers and captures the steps of the base alone, so that no request waits for either."""
+        """Compiles the layers and captures what the base alone needs, so that no request waits for either."""
         start = time.monotonic()
-        length = min(WARM_UP_TOKENS, self._device.fields["table"].shape[1] * PAGE_TOKENS)
-        pages_1W = torch.full((1, -(-length // PAGE_TOKENS)), self._dummy_page, device=self._model.device)
-        kv = PagedKV(pool=self._pool, page_table=pages_1W, context_lens=(0,))
-        positions_T = torch.arange(length, device=self._model.device)
-        self.prefill(positions_T % self._model.facts.vocab_size, positions_T, ForwardBatch(seq_lens=(length,), kv=kv))
+        key = PrefillKey(tokens=WARM_UP_TOKENS, rows=PREFILL_ROWS, rank_buckets=(), segments=0)
+        self._dummies(key)
+        self._computed(key)
+        if not self._captures_prefill and self._model.has_experts:
+            logger.info("prefill of a mixture of experts is not captured")
+        for tokens in reversed(self._token_buckets):  # the largest first: the others take from its memory
+            if self._is_captured(tokens):
+                self._captured(PrefillKey(tokens=tokens, rows=PREFILL_ROWS, rank_buckets=(), segments=0))
         for rows in self._buckets:
             if self._captures:
-                self._captured(_Key(rows=rows, splits=rows, tiles=(), lora_a_fused=False))
-        logger.info("decode steps captured in %.0f s", time.monotonic() - start)
+                self._captured(DecodeKey(rows=rows, splits=rows, tiles=(), lora_a_fused=False))
+        logger.info("prefill and decode steps captured in %.0f s", time.monotonic() - start)
 
     # ------------------------------------------------------------------------------------------------ prefill
-    @torch.no_grad()
-    def prefill(
-        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, LoraBatch | None]:
-        """``BaseModel.decoder_forward`` of a pass with KV pages and without a backward, through the compiled layers."""
-        lora = LoraBatch.of(batch, self._model.bank)
-        step = paged_batch.PagedBatch(attention=batch, adapters=self._prefill_adapters(batch))
-        if self._compiled and self._compiles_prefill:
-            with self._compiled_layers():
-                try:
-                    return self._model.paged_decoder_forward(tokens_T, positions_T, step), lora
-                except RuntimeError as error:
-                    self._stop_compiling(error)
-        with self._model.eager():
-            return self._model.paged_decoder_forward(tokens_T, positions_T, step), lora
-
-    def _prefill_adapters(self, batch: ForwardBatch) -> tuple[paged_batch.BucketTiles, ...]:
-        segments: dict[int, list[tuple[int, int, RowRef]]] = {}
-        for segment in batch.segments:
-            segments.setdefault(segment.row.rank_bucket, []).append((segment.start, segment.end, segment.row))
-        # Exact float32 products of so many rows at once would not fit the registers, nor would those of large ranks.
-        # Each class has its own, so that a row's bits do not depend on the adapters of others.
-        widest = 0 if self._model.dtype is torch.float32 else 64
-        classes: list[paged_batch.BucketTiles] = []
-        for rank_bucket, own in segments.items():
-            classes += self._tiled(
-                own, paged_batch.PREFILL_TILE_ROWS if rank_bucket <= widest else paged_batch.TILE_ROWS
-            )
-        return tuple(classes)
-
-    def _tiled(self, segments: Iterable[tuple[int, int, RowRef]], tile_rows: int) -> Iterator[paged_batch.BucketTiles]:
-        for rank_bucket, found in paged_batch.tiles(segments, self._model.bank, tile_rows).items():
-            tiles_C5 = to_device(torch.tensor(found, dtype=torch.int32), self._model.device)
-            yield self._tile_class(rank_bucket, tiles_C5, tile_rows)
-
-    @torch.no_grad()
-    def sample(
-        self, hidden_ND: torch.Tensor, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]
+    def launch_prefill(
+        self,
+        sequences: Sequence[SequenceStep],
+        rows: Sequence[RowRef | None],
+        starts: Sequence[int],
+        sampled: Sequence[SequenceStep],
+        sampled_rows: Sequence[RowRef | None],
+        last: Sequence[int],
     ) -> LaunchedStep:
-        """The tokens after hidden states of a prefill: head and sampling as in a decode step, not captured. Nor do a
-        row's bits depend on the others, where there are always as many."""
-        segments = [(n, n + 1, row) for n, row in enumerate(rows) if row is not None]
-        columns = Columns.of(sequences)
-        uniform_N = uniforms(columns.seeds_N, columns.offsets_N)
-        logits_NV = hidden_ND.new_empty(len(hidden_ND), self._model.lm_head.vocab_size)
-        step = self._sample(
-            hidden_ND,
-            logits_NV,
-            tuple(self._tiled(segments, paged_batch.TILE_ROWS)),
-            *(to_device(torch.from_numpy(x), self._model.device) for x in (columns.temperature_N, uniform_N)),
+        """Tokens and drafts of ``sequences`` with the adapters ``rows``, each from ``starts`` on in the stream, and the
+        tokens of ``sampled`` from the hidden states at ``last``. All keys are written before any is read, so chunks of
+        one sequence may stand in one pass. Both sorted by adapter."""
+        stage = self._prefill_stages[0]
+        self._prefill_stages.reverse()
+        stage.wait()
+        sizes = [len(sequence.tokens) + len(sequence.draft) for sequence in sequences]
+        given = segments(rows, sizes, starts)
+        key = self._prefill_key(starts[-1] + sizes[-1], max(len(sequences), len(sampled)), given)
+        columns = Columns.of(sampled)
+        stage.fill(sequences, starts, sampled, columns, last, key.tokens, key.rows)
+        self._fill_prefill_adapters(stage, key, given, runs(sampled_rows))
+        captured = self._captured(key) if self._is_captured(key.tokens) else None
+        self._prefill_device.copy(stage.inputs, len(sequences))
+        if captured is not None:
+            captured.graph.replay()
+        else:
+            captured = self._computed(key)
+        return self._launched(sampled, columns, captured, stage, key.rows, ahead=False)
+
+    def _prefill_key(self, num_tokens: int, num_rows: int, given: Sequence[tuple[int, int, RowRef]]) -> PrefillKey:
+        rows = next(size for size in self._row_buckets if size >= num_rows)
+        tokens = next(size for size in self._token_buckets if size >= num_tokens)
+        own = {row.rank_bucket for _, _, row in given}
+        if not self._is_captured(tokens):
+            tokens = tokens if self._batch_invariant else max(num_tokens, BUCKETS[0])
+            rank_buckets = tuple(sorted(own))
+        else:
+            if not own.issubset(self._prefill_rank_buckets):
+                self._prefill_rank_buckets = tuple(sorted(own.union(self._prefill_rank_buckets)))
+            rank_buckets = self._prefill_rank_buckets if own else ()
+        room = MIN_TILES if own else 0
+        while any(sum(row.rank_bucket == bucket for _, _, row in given) > room for bucket in own):
+            room *= 2
+        return PrefillKey(tokens=tokens, rows=rows, rank_buckets=rank_buckets, segments=min(room, rows))
+
+    def _is_captured(self, num_tokens: int) -> bool:
+        """A prefill of so many tokens."""
+        return self._captures_prefill and num_tokens <= self._max_captured_tokens
+
+    def _prefill_tile_rows(self, rank_bucket: int) -> int:
+        """Exact float32 products of so many rows at once would not fit the registers, nor would those of large ranks.
+        Each class has its own, so that a row's bits do not depend on the adapters of others."""
+        widest = 0 if self._model.dtype is torch.float32 else 64
+        return paged_batch.PREFILL_TILE_ROWS if rank_bucket <= widest else paged_batch.TILE_ROWS
+
+    def _fill_prefill_adapters(
+        self,
+        stage: PrefillStage,
+        key: PrefillKey,
+        given: Sequence[tuple[int, int, RowRef]],
+        sampled: Sequence[tuple[int, int, RowRef]],
+    ) -> None:
+        layout, bank = self._prefill_layout, self._model.bank
+        head = paged_batch.tiles(sampled, bank, paged_batch.TILE_ROWS)
+        for rank_bucket in key.rank_buckets:
+            own = [segment for segment in given if segment[2].rank_bucket == rank_bucket]
+            tiles = paged_batch.tiles(own, bank, layout.adapter_rows[rank_bucket]).get(rank_bucket, [])
+            room = layout.adapter_tiles(rank_bucket, key.tokens, key.segments)
+            stage.fill_tiles(f"adapters{rank_bucket}", tiles, room)
+            room = layout.head_tiles(key.rows, key.segments)
+            stage.fill_tiles(f"head{rank_bucket}", head.get(rank_bucket, []), room)
+
+    def _computed(self, key: PrefillKey) -> PassTensors:
+        """Not replayed."""
+        if self._compiled and self._compiles_prefill:
+            try:
+                with self._compiled_layers():
+                    return self._compute_prefill(key)
+            except RuntimeError as error:
+                self._stop_compiling(error)
+        with self._model.eager():
+            return self._compute_prefill(key)
+
+    @torch.no_grad()
+    def _compute_prefill(self, key: PrefillKey) -> PassTensors:
+        layout, fields, num_tokens, num_rows = self._prefill_layout, self._prefill_device.fields, key.tokens, key.rows
+
+        step = paged_batch.PagedBatch(
+            attention=paged_batch.PrefillMetadata(
+                table_BW=fields["table"],
+                tiles_C4=fields["tiles"][: layout.tiles(num_tokens, num_rows)],
+                tile_tokens=layout.tile_tokens,
+            ),
+            adapters=tuple(
+                self._tile_class(
+                    rank_bucket,
+                    fields[f"adapters{rank_bucket}"][: layout.adapter_tiles(rank_bucket, num_tokens, key.segments)],
+                    layout.adapter_rows[rank_bucket],
+                )
+                for rank_bucket in key.rank_buckets
+            ),
         )
-        result = torch.empty(step.result_2N.shape, dtype=torch.float64, pin_memory=self._on_cuda)
-        result.copy_(step.result_2N, non_blocking=True)
-        return LaunchedStep(sequences, columns, step, result.numpy(), self._record_event(), ahead=False)
+        # A view of the buffer would be another program to the compiler.
+        positions_T = fields["positions"][:num_tokens].clone()
+        hidden_TD = self._hidden(fields["tokens"][:num_tokens], positions_T, step)
+        self.hidden_TD[:num_tokens].copy_(hidden_TD)
+        return self._sample(
+            hidden_TD.index_select(0, fields["last"][:num_rows]),
+            self._logits_NV[:num_rows],
+            tuple(
+                self._tile_class(
+                    rank_bucket,
+                    fields[f"head{rank_bucket}"][: layout.head_tiles(num_rows, key.segments)],
+                    paged_batch.TILE_ROWS,
+                )
+                for rank_bucket in key.rank_buckets
+            ),
+            fields["temperature"][:num_rows],
+            fields["uniform"][:num_rows],
+        )
 
     def _tile_class(self, rank_bucket: int, tiles_C5: torch.Tensor, tile_rows: int) -> paged_batch.BucketTiles:
         return paged_batch.BucketTiles(
@@ -291,22 +407,25 @@ class DecodeGraphs:
         logger.warning("sampling is not compiled, which makes it slower: %s", error)
         self._compiled = False
 
-    # ------------------------------------------------------------------------------------------------ a step
+    # ------------------------------------------------------------------------------------------------ decode steps
     def launch(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> LaunchedStep:
         """``sequences`` sorted by ``rows`` (rank bucket, then slot; those without an adapter anywhere)."""
-        return self._launch(sequences, rows, None, [])
+        return self._launch(sequences, rows, [], [])
 
     def launch_ahead(
-        self, launched: LaunchedStep, kept: Sequence[tuple[int, SequenceStep]], rows: Sequence[RowRef | None]
+        self,
+        launched: Sequence[LaunchedStep],
+        kept: Sequence[tuple[int, SequenceStep]],
+        rows: Sequence[RowRef | None],
     ) -> LaunchedStep | None:
         """The step after ``launched``, whose tokens are not on the host yet: they stay on the device. ``kept``: rows of
-        ``launched`` to go on with, and their sequences' steps in it, sorted by ``rows``, the adapters of the step
-        ahead. None if one of them needs a page that it has not.
+        ``launched`` to go on with, counted through all of them, and their sequences' steps in it, sorted by ``rows``,
+        the adapters of the step ahead. None if one of them needs a page that it has not.
 
         A sequence that turns out to have stopped has been computed in vain, into its own page, and does no harm:
         all that uses the page later is launched later."""
         chosen = [sequence for _, sequence in kept]
-        if any([sequence.context + 1 >= len(sequence.pages) * PAGE_TOKENS for sequence in chosen]):
+        if any([s.context + len(s.tokens) >= len(s.pages) * PAGE_TOKENS for s in chosen]):
             return None
         return self._launch(chosen, rows, launched, [index for index, _ in kept])
 
@@ -314,37 +433,52 @@ class DecodeGraphs:
         self,
         sequences: Sequence[SequenceStep],
         rows: Sequence[RowRef | None],
-        before: LaunchedStep | None,
+        before: Sequence[LaunchedStep],
         sources: Sequence[int],
     ) -> LaunchedStep:
         stage = self._stages[0]
         self._stages.reverse()
         stage.wait()
         bucket = next(size for size in self._buckets if size >= len(sequences))
-        if before is None:
+        if before:
+            columns = Columns.joined([launched.columns for launched in before]).ahead(sources)
+            stage.fill_rows("sources", sources, bucket)
+        else:
             columns = Columns.of(sequences)
             stage.fill_rows("tokens", [s.tokens[0] for s in sequences], bucket)
-        else:
-            columns = before.columns.ahead(sources)
-            stage.fill_rows("sources", sources, bucket)
         stage.fill(columns, [s.pages for s in sequences], bucket)
         num_splits = stage.fill_splits(bucket, self._split_tokens(bucket))
         tiles, lora_a_fused = self._fill_adapters(stage, rows)
-        key = _Key(rows=bucket, splits=num_splits, tiles=tiles, lora_a_fused=lora_a_fused)
+        key = DecodeKey(rows=bucket, splits=num_splits, tiles=tiles, lora_a_fused=lora_a_fused)
         captured = self._captured(key) if self._captures else None
         fields = self._device.fields
-        used = self._device.used_bytes(num_splits)
-        self._device.buffer[:used].copy_(stage.inputs.buffer[:used], non_blocking=True)
-        if before is not None:
-            torch.index_select(before.step.tokens_N, 0, fields["sources"][:bucket], out=fields["tokens"][:bucket])
+        self._device.copy(stage.inputs, num_splits)
+        if before:
+            tokens_N = before[0].tokens_N if len(before) == 1 else torch.cat([step.tokens_N for step in before])
+            torch.index_select(tokens_N, 0, fields["sources"][:bucket], out=fields["tokens"][:bucket])
         if captured is not None:
             captured.graph.replay()
         else:
             with self._model.eager():
-                captured = self._compute(key)
-        stage.result[:, :bucket].copy_(captured.result_2N, non_blocking=True)
+                captured = self._compute_step(key)
+        return self._launched(sequences, columns, captured, stage, bucket, ahead=bool(before))
+
+    def _launched(
+        self,
+        sequences: Sequence[SequenceStep],
+        columns: Columns,
+        computed: PassTensors,
+        stage: DecodeStage | PrefillStage,
+        room: int,
+        *,
+        ahead: bool,
+    ) -> LaunchedStep:
+        stage.result[:, :room].copy_(computed.result_2N, non_blocking=True)
+        tokens_N = computed.tokens_N[: len(sequences)].clone()  # the next pass may write over them
         stage.done = self._record_event()
-        return LaunchedStep(sequences, columns, captured, stage.result.numpy(), stage.done, ahead=before is not None)
+        return LaunchedStep(
+            sequences, columns, tokens_N, computed.logits_NV, stage.result.numpy(), stage.done, ahead=ahead
+        )
 
     def _record_event(self) -> Any:
         """An event after all that was launched so far; None where nothing runs ahead."""
@@ -354,37 +488,29 @@ class DecodeGraphs:
         event.record()
         return event
 
-    def _fill_adapters(self, stage: _Stage, rows: Sequence[RowRef | None]) -> tuple[tuple[tuple[int, int], ...], bool]:
+    def _fill_adapters(
+        self, stage: DecodeStage, rows: Sequence[RowRef | None]
+    ) -> tuple[tuple[tuple[int, int], ...], bool]:
         """``tiles`` and ``lora_a_fused`` of the key."""
-        segments: list[tuple[int, int, RowRef]] = []
-        start = 0
-        for row, run in groupby(rows):
-            end = start + len(list(run))
-            if row is not None:
-                segments.append((start, end, row))
-            start = end
-        a_columns = (
-            None if self._fused_lora_a is None else self._fused_lora_a.columns_of({row for _, _, row in segments})
-        )
+        given = runs(rows)
+        a_columns = None if self._fused_lora_a is None else self._fused_lora_a.columns_of({row for _, _, row in given})
         sizes = []
         for rank_bucket, found in sorted(
-            paged_batch.tiles(segments, self._model.bank, paged_batch.TILE_ROWS, a_columns).items()
+            paged_batch.tiles(given, self._model.bank, paged_batch.TILE_ROWS, a_columns).items()
         ):
             room = MIN_TILES
             while room < len(found):
                 room *= 2
-            field = stage.numpy[f"adapters{rank_bucket}"]
-            field[: len(found)] = found
-            field[len(found) : room] = 0
+            stage.fill_tiles(f"adapters{rank_bucket}", found, room)
             sizes.append((rank_bucket, room))
-        return tuple(sizes), a_columns is not None and bool(segments)
+        return tuple(sizes), a_columns is not None and bool(given)
 
     # ------------------------------------------------------------------------------------------------ the computation
-    def _captured(self, key: _Key) -> _Captured | None:
+    def _captured(self, key: DecodeKey | PrefillKey) -> PassTensors | None:
         """None if this model cannot be captured: something in it waits for the device (experts in float32)."""
-        slabs = {rank_bucket: self._model.bank.compute_slab(rank_bucket).data_ptr() for rank_bucket, _ in key.tiles}
+        slabs = {rank_bucket: self._model.bank.compute_slab(rank_bucket).data_ptr() for rank_bucket in key.rank_buckets}
         if any(self._slabs.get(rank_bucket, at) != at for rank_bucket, at in slabs.items()):
-            torch.cuda.synchronize()
+            self._synchronize()
             self._graphs.clear()  # a slab has grown and lies elsewhere
             self._slabs.clear()
             self._memory = None
@@ -395,23 +521,42 @@ class DecodeGraphs:
             except RuntimeError as error:
                 if self._compiled:
                     self._stop_compiling(error)
+                    continue
+                self._synchronize()
+                what = "prefill is" if isinstance(key, PrefillKey) else "decode steps are"
+                logger.warning("%s not captured, which makes sampling slower: %s", what, error)
+                if isinstance(key, PrefillKey):
+                    self._captures_prefill = False
                 else:
-                    torch.cuda.synchronize()
-                    logger.warning("decode steps are not captured, which makes them slower: %s", error)
                     self._captures = False
-                    return None
+                return None
         return self._graphs[key]
 
-    def _capture(self, key: _Key) -> _Captured:
-        torch.cuda.synchronize()  # a step that was launched before reads inputs that the trial runs use too
+    def _synchronize(self) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize()
+
+    def _compute(self, key: DecodeKey | PrefillKey) -> PassTensors:
+        return self._compute_prefill(key) if isinstance(key, PrefillKey) else self._compute_step(key)
+
+    def _dummies(self, key: DecodeKey | PrefillKey) -> None:
+        """Inputs of trial runs, which write to no sequence's page."""
+        if isinstance(key, PrefillKey):
+            prefill_dummies(self._prefill_device, key.tokens, self._prefill_layout.tile_tokens)
+        else:
+            decode_dummies(self._device, key.rows, self._dummy_page)
+
+    def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
+        torch.cuda.synchronize()  # a pass that was launched before reads inputs that the trial runs use too
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # one for all: what trial runs allocate stays a stream's own
         with self._compiled_layers():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._device.dummies(self._dummy_page)  # trial runs write to no sequence's page
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                self._dummies(key)
                 for _ in range(2):  # compiles, chooses, allocates workspaces
                     self._compute(key)
-            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda.current_stream().wait_stream(self._side)
             torch.cuda.synchronize()
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
@@ -433,12 +578,6 @@ class DecodeGraphs:
             self._calls = [torch.compile(layer.forward, dynamic=self._compiles_prefill) for layer in self._layers]
         return _Calls(self._layers, self._calls, max_programs=MAX_PROGRAMS)
 
-    def _classes(self, key: _Key) -> tuple[paged_batch.BucketTiles, ...]:
-        return tuple(
-            self._tile_class(rank_bucket, self._device.fields[f"adapters{rank_bucket}"][:room], paged_batch.TILE_ROWS)
-            for rank_bucket, room in key.tiles
-        )
-
     def _site_offsets(self, rank_bucket: int) -> dict[tuple[int, ...], torch.Tensor]:
         """Kept, since captured steps read them."""
         if rank_bucket not in self._offsets:
@@ -450,9 +589,12 @@ class DecodeGraphs:
         return self._offsets[rank_bucket]
 
     @torch.no_grad()
-    def _compute(self, key: _Key) -> _Captured:
-        model, fields, num_rows = self._model, self._device.fields, key.rows
-        adapters = self._classes(key)
+    def _compute_step(self, key: DecodeKey) -> PassTensors:
+        fields, num_rows = self._device.fields, key.rows
+        adapters = tuple(
+            self._tile_class(rank_bucket, fields[f"adapters{rank_bucket}"][:room], paged_batch.TILE_ROWS)
+            for rank_bucket, room in key.tiles
+        )
         step = paged_batch.PagedBatch(
             attention=paged_batch.DecodeMetadata(
                 table_NW=fields["table"][:num_rows],
@@ -466,7 +608,7 @@ class DecodeGraphs:
         )
         # A view of the buffer would be another program to the compiler than prefill's positions.
         positions_N = fields["positions"][:num_rows].clone()
-        hidden_ND = model.paged_decoder_forward(fields["tokens"][:num_rows], positions_N, step)
+        hidden_ND = self._hidden(fields["tokens"][:num_rows], positions_N, step)
         return self._sample(
             hidden_ND,
             self._logits_NV[:num_rows],
@@ -475,6 +617,9 @@ class DecodeGraphs:
             fields["uniform"][:num_rows],
         )
 
+    def _hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: paged_batch.PagedBatch) -> torch.Tensor:
+        return self._model.paged_decoder_forward(tokens_T, positions_T, batch)
+
     def _sample(
         self,
         hidden_ND: torch.Tensor,
@@ -482,7 +627,7 @@ class DecodeGraphs:
         adapters: Sequence[paged_batch.BucketTiles],
         temperature_N: torch.Tensor,
         uniform_N: torch.Tensor,
-    ) -> _Captured:
+    ) -> PassTensors:
         """``logits_NV`` is filled here."""
         from descant.sample.sampling_kernel import sample_rows  # Triton: only where it is used
 
@@ -496,104 +641,7 @@ class DecodeGraphs:
         tokens_N, result_2N = sample_rows(
             logits_NV, temperature_N, uniform_N, logit_scale=head.logit_scale, softcap=head.softcap
         )
-        return _Captured(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
-
-
-class _Stage:
-    """A step's inputs and result in host memory. Not to be filled again before the device has read them."""
-
-    def __init__(self, layout: _Layout, dummy_page: int, *, pinned: bool):
-        self.inputs = _Inputs(layout, torch.device("cpu"), pinned=pinned)
-        self.numpy = {name: x.numpy() for name, x in self.inputs.fields.items()}
-        self.numpy["table"][:] = dummy_page
-        self.result = torch.empty(2, layout.rows, dtype=torch.float64, pin_memory=pinned)
-        self.done: Any = None
-        self._dummy_page = dummy_page
-        self._pages: list[tuple[int, ...]] = [()] * layout.rows
-
-    def wait(self) -> None:
-        if self.done is not None:
-            self.done.synchronize()
-
-    def fill_rows(self, name: str, values: Sequence[float] | np.ndarray, bucket: int) -> None:
-        field = self.numpy[name]
-        field[: len(values)] = values
-        field[len(values) : bucket] = 0
-
-    def fill(self, columns: Columns, pages: Sequence[tuple[int, ...]], bucket: int) -> None:
-        """Everything but tokens or their sources, splits and adapters."""
-        self.fill_rows("positions", columns.positions_N, bucket)
-        self.fill_rows("temperature", columns.temperature_N, bucket)
-        self.fill_rows("uniform", uniforms(columns.seeds_N, columns.offsets_N), bucket)
-        table, known = self.numpy["table"], self._pages
-        for index, held in enumerate(pages):
-            if known[index] is not held and known[index] != held:
-                table[index, : len(held)] = held
-                known[index] = held
-        for index in range(len(pages), bucket):
-            if known[index] != ():
-                table[index, 0] = self._dummy_page
-                known[index] = ()
-
-    def fill_splits(self, bucket: int, split_tokens: int) -> int:
-        """Of the positions filled in before; the room for them: the bucket, or so many times two."""
-        found, partials = paged_batch.kv_splits(self.numpy["positions"][:bucket], split_tokens)
-        room, field = bucket, self.numpy["splits"]
-        while room < len(found):
-            room *= 2
-        room = min(room, len(field))
-        field[: len(found)] = found
-        field[len(found) : room, 0] = -1
-        self.numpy["partials"][:bucket] = partials
-        return room
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layout:
-    rows: int
-    width: int
-    max_splits: int
-
-    def fields(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {
-            "tokens": (torch.int64, (self.rows,)),
-            "positions": (torch.int64, (self.rows,)),
-            "sources": (torch.int64, (self.rows,)),
-            "uniform": (torch.float64, (self.rows,)),
-            "partials": (torch.int32, (self.rows, 2)),
-            **{f"adapters{rank_bucket}": (torch.int32, (self.rows, 5)) for rank_bucket in RANK_BUCKETS},
-            "temperature": (torch.float32, (self.rows,)),
-            "table": (torch.int32, (self.rows, self.width)),
-            "splits": (torch.int32, (self.max_splits, 5)),
-        }
-
-
-class _Inputs:
-    """One buffer and its fields; the same layout on host and device."""
-
-    def __init__(self, layout: _Layout, device: torch.device, *, pinned: bool = False):
-        fields = layout.fields()
-        sizes = {name: dtype.itemsize * int(np.prod(shape)) for name, (dtype, shape) in fields.items()}
-        self.buffer = torch.zeros(sum(sizes.values()), dtype=torch.uint8, device=device, pin_memory=pinned)
-        self.fields: dict[str, torch.Tensor] = {}
-        at = 0
-        for name, (dtype, shape) in fields.items():
-            self.fields[name] = self.buffer[at : at + sizes[name]].view(dtype).view(shape)
-            at += sizes[name]
-
-    def used_bytes(self, num_splits: int) -> int:
-        """Of the buffer, with so many splits."""
-        splits = self.fields["splits"]
-        return self.buffer.nbytes - (len(splits) - num_splits) * splits.stride(0) * splits.itemsize
-
-    def dummies(self, page: int) -> None:
-        """All rows dummies, without adapters."""
-        self.buffer.zero_()
-        self.fields["table"].fill_(page)
-        splits, num_rows = self.fields["splits"], len(self.fields["tokens"])
-        splits[:num_rows, 0] = torch.arange(num_rows, dtype=torch.int32, device=splits.device)
-        splits[:num_rows, 4] = -1
-        splits[num_rows:, 0] = -1
+        return PassTensors(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
 
 
 class _Calls:
@@ -619,3 +667,16 @@ class _Calls:
 
 def table_width(model: BaseModel, num_pages: int) -> int:
     return min(num_pages, -(-model.facts.max_context_length // PAGE_TOKENS))
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Tokens of a prefill's graphs: 64, 128, 256, 384, 512, 768, 1024, 1536, …, up to ``max_tokens`` a multiple of 64.
+    Less than half of a pass of more than 64 is padding, of more than 256 less than a third."""
+    last = -(-max_tokens // MIN_PREFILL_TOKENS) * MIN_PREFILL_TOKENS
+    sizes, size = [], MIN_PREFILL_TOKENS
+    while size < last:
+        sizes.append(size)
+        if size >= 256 and size * 3 // 2 < last:
+            sizes.append(size * 3 // 2)
+        size *= 2
+    return (*sizes, last)

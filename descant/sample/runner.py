@@ -24,7 +24,8 @@ from descant.model.base import BaseModel
 from descant.model.cpu_decoder import MAX_ROWS, CpuDecoder
 from descant.model.forward_batch import MIN_ROWS, ForwardBatch, PagedKV, Segment, to_device
 from descant.model.lora import LoraBatch
-from descant.sample.cuda_graphs import BUCKETS, DecodeGraphs, LaunchedStep, table_width
+from descant.sample.cuda_graphs import BUCKETS, CudaGraphs, LaunchedStep, table_width
+from descant.sample.graph_inputs import segments
 from descant.sample.pages import pages_for
 from descant.sample.plan import SequenceOutput, SequenceStep, StepPlan
 from descant.sample.rng import uniform
@@ -44,10 +45,25 @@ PASS_CHUNKS = 8
 NOT_FINITE = "the logits are not finite: the weights overflow the model's number format"
 
 
+MAX_NUM_BATCHED_TOKENS = 8192
+
+
 @dataclass(slots=True, kw_only=True)
 class _Pin:
     row: RowRef
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """What was launched on the device and is to be taken in. ``rows``: which of its rows are wanted, and their
+    sequences' steps; ``goes_on``: of these, the ones whose next step is known. ``prefill``: the whole sequences of a
+    prefill and where each begins in its stream."""
+
+    launched: LaunchedStep
+    rows: Sequence[tuple[int, SequenceStep]]
+    goes_on: Sequence[tuple[int, SequenceStep]]
+    prefill: Sequence[tuple[int, SequenceStep]] | None = None
 
 
 class Sampler:
@@ -62,11 +78,12 @@ class Sampler:
         *,
         num_pages: int,
         max_rows: int = BUCKETS[-1],
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         compile_decode: bool = True,
         batch_invariant: bool = False,
     ):
-        """Allocates the KV pool. ``max_rows``: sequences that decode at once, usually. ``compile_decode``: see
-        ``DecodeGraphs``.
+        """Allocates the KV pool. ``max_rows``: sequences that decode at once, usually. ``max_num_batched_tokens``: the
+        scheduler's, or more. ``compile_decode``: see ``CudaGraphs``.
 
         ``batch_invariant``: a sequence's bits do not depend on what else is in its steps. Products then have a number
         of rows that picks the same kernel every time, padded: multiples of ``MIN_ROWS`` for
@@ -85,17 +102,18 @@ class Sampler:
         num_padding_pages = pages_for(self._multiple) if self._multiple > 1 else 0
         self._padding_pages = tuple(range(num_pages, num_pages + num_padding_pages))
         self._pins: dict[Version, _Pin] = {}
-        self._decode: DecodeGraphs | None = None
+        self._graphs: CudaGraphs | None = None
         self._cpu_decoder: CpuDecoder | None = None
         self._ahead: LaunchedStep | None = None
-        if model.device.type == "cuda" and model.packable and not model.sharded:
-            self._pool = model.make_kv_pool(num_pages + max(1, num_padding_pages))
-            self._decode = DecodeGraphs(
+        if on_cuda and model.packable and not model.sharded:
+            self._pool = model.make_kv_pool(num_pages + 1)
+            self._graphs = CudaGraphs(
                 model,
                 self._pool,
                 dummy_page=num_pages,
                 table_width=table_width(model, num_pages),
                 max_rows=max_rows,
+                max_tokens=PASS_CHUNKS * CHUNK_TOKENS if batch_invariant else max_num_batched_tokens,
                 compiled=compile_decode,
                 batch_invariant=batch_invariant,
             )
@@ -107,8 +125,8 @@ class Sampler:
 
     def warm_up(self) -> None:
         """What the first requests would wait for otherwise: compiling and capturing, on CUDA."""
-        if self._decode is not None:
-            self._decode.warm_up()
+        if self._graphs is not None:
+            self._graphs.warm_up()
 
     def pin(self, version: Version | None, count: int = 1) -> None:
         """Pins a version's row for so many requests, before ``Scheduler.add``; ``NotFound`` if it was never published.
@@ -136,8 +154,8 @@ class Sampler:
         packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
         and returns in the plan's order. Draft tokens are computed as if they had been sampled. Of a sequence that comes
         several times, with chunk after chunk of its prompt, each finds the keys of those before it."""
-        if self._decode is not None:
-            outputs = self._run_graphs(self._decode, plan.sequences)
+        if self._graphs is not None:
+            outputs = self._run_graphs(self._graphs, plan.sequences)
         elif self._cpu_decoder is not None:
             outputs = self._run_cpu_decoder(self._cpu_decoder, plan.sequences)
         elif self._model.packable:
@@ -160,64 +178,160 @@ class Sampler:
             raise ServerError(f"a step names {sequence.version}, which no request has pinned")
         return pin.row
 
-    def _run_graphs(self, graphs: DecodeGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
-        """What the device did ahead is taken where it serves; the rest is computed now. A step of decoding sequences
-        only is followed by the next, ahead, before its own result is waited for.
+    def _rows_of(self, sequences: Sequence[SequenceStep]) -> list[RowRef | None]:
+        """Their versions are looked up once, where one comes after the other."""
+        rows: list[RowRef | None] = []
+        version, row = None, None
+        for sequence in sequences:
+            if sequence.version is not version:
+                version, row = sequence.version, self._row(sequence)
+            rows.append(row)
+        return rows
+
+    # ------------------------------------------------------------------------------------------------ on CUDA
+    def _run_graphs(self, graphs: CudaGraphs, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
+        """What the device did ahead is taken where it serves; the rest is computed now. Before the result of anything
+        is waited for, the next step of all that decode from here on is launched, ahead.
 
         What was ahead when a request moved is of the version before, and is reported as that: the device has read those
         weights, or reads them before anything that takes their row. The step after is the new version's."""
         launched, self._ahead = self._ahead, None
-        goes_on = True
-        others: list[SequenceStep] = []
-        served: list[tuple[tuple[int, int], int, RowRef | None, SequenceStep]] = []
-        fresh: list[tuple[RowRef | None, SequenceStep]] = []
-        version, row, order = None, None, _row_order(None)
+        goes_on, drafted = True, False
+        decodes = _is_output if self._batch_invariant else _decodes
+        prefilled: list[SequenceStep] = []
+        served: list[tuple[tuple[int, int], int, SequenceStep]] = []
+        fresh: list[SequenceStep] = []
+        version, order = None, _row_order(None)
         for sequence in sequences:
-            if not self._is_graphs(sequence):
-                others.append(sequence)
-                continue
-            # Top-k and top-p are sampled on the host, so the device does not know the next token (nor where it was
-            # sampled before); and the step after would write over the logits that alternatives are taken from.
-            if sequence.topk or _is_cut(sequence) or not sequence.sample:
+            # Top-k and top-p are sampled on the host, so the device does not know the next token; and the pass after
+            # would write over the logits that alternatives are taken from.
+            if sequence.topk or _is_cut(sequence):
                 goes_on = False
-            if sequence.version is not version:  # most often it is the one of the sequence before
-                version, row = sequence.version, self._row(sequence)
-                order = _row_order(row)
+            if not decodes(sequence):
+                prefilled.append(sequence)
+                continue
+            if not sequence.sample:  # nor does it where it was sampled before
+                goes_on = False
             index = None if launched is None else launched.index(sequence)
             if index is None:
-                fresh.append((row, sequence))
-            else:
-                served.append((order, index, row, sequence))
-        goes_on = goes_on and not others
+                drafted = drafted or bool(sequence.draft)
+                fresh.append(sequence)
+                continue
+            if sequence.draft:  # its next token is there already; the step after tries again
+                goes_on = False
+            if sequence.version is not version:  # most often it is the one of the sequence before
+                version, order = sequence.version, self._order(sequence)
+            served.append((order, index, sequence))
+        if drafted:  # all of them in one pass
+            prefilled, fresh, goes_on = prefilled + fresh, [], False
 
+        pending: list[_Launch] = []
         outputs: list[SequenceOutput] = []
         if launched is not None and served:
             served.sort()  # no two have the same index
-            kept = [(index, sequence) for _, index, _, sequence in served]
-            if goes_on and not fresh:
-                self._ahead = graphs.launch_ahead(launched, kept, [row for _, _, row, _ in served])
-            outputs += self._collect(launched, kept)
-        fresh.sort(key=lambda pair: _row_order(pair[0]))
-        for first in range(0, len(fresh), graphs.max_rows):
-            part = fresh[first : first + graphs.max_rows]
-            rows, chosen = [row for row, _ in part], [sequence for _, sequence in part]
-            kept = list(enumerate(chosen))
-            launched = graphs.launch(chosen, rows)
-            if goes_on and len(part) == len(sequences):
-                self._ahead = graphs.launch_ahead(launched, kept, rows)
-            outputs += self._collect(launched, kept)
-        others.sort(key=self._order)
-        if self._batch_invariant:
-            for first in range(0, len(others), PASS_CHUNKS):
-                outputs += self._run_chunks(graphs, others[first : first + PASS_CHUNKS])
-            return outputs
-        return outputs + (self._run(others) if others else [])
+            rows = [(index, sequence) for _, index, sequence in served]
+            pending.append(_Launch(launched=launched, rows=rows, goes_on=rows))
+        fresh.sort(key=self._order)
+        parts = [fresh[first : first + graphs.max_rows] for first in range(0, len(fresh), graphs.max_rows)]
+        passes = self._passes(graphs, sorted(prefilled, key=self._order))
+        # Logits and hidden states stay until the next launch of their kind.
+        together = goes_on and len(parts) <= 1 and len(passes) <= 1
+        for part in parts:
+            if not together:
+                outputs += self._take(graphs, pending)
+            rows = list(enumerate(part))
+            launched = graphs.launch(part, self._rows_of(part))
+            pending.append(_Launch(launched=launched, rows=rows, goes_on=rows))
+        for part in passes:
+            if not together:
+                outputs += self._take(graphs, pending)
+            pending.append(self._launch_prefill(graphs, part))
+        if together and (served or fresh) and not (served and fresh):  # two decode steps would take longer than a wait
+            self._ahead = self._launch_ahead(graphs, pending)
+        return outputs + self._take(graphs, pending)
 
-    def _is_graphs(self, sequence: SequenceStep) -> bool:
-        """A graph computes its step."""
-        if self._batch_invariant:  # output tokens always, prompts never
-            return sequence.is_output and len(sequence.tokens) == 1
-        return not sequence.draft and _decodes(sequence)
+    def _launch_ahead(self, graphs: CudaGraphs, pending: Sequence[_Launch]) -> LaunchedStep | None:
+        kept: list[tuple[int, SequenceStep]] = []
+        end = 0
+        for entry in pending:
+            kept += [(end + index, sequence) for index, sequence in entry.goes_on]
+            end += len(entry.launched.sequences)
+        if len(pending) > 1:
+            kept.sort(key=lambda pair: self._order(pair[1]))
+        if len(kept) > graphs.max_rows:
+            return None
+        rows = self._rows_of([sequence for _, sequence in kept])
+        return graphs.launch_ahead([entry.launched for entry in pending], kept, rows)
+
+    def _passes(self, graphs: CudaGraphs, sequences: Sequence[SequenceStep]) -> list[list[SequenceStep]]:
+        """Cut into prefills, in order."""
+        if self._batch_invariant:
+            return [list(sequences[first : first + PASS_CHUNKS]) for first in range(0, len(sequences), PASS_CHUNKS)]
+        passes: list[list[SequenceStep]] = []
+        num_tokens = num_rows = 0
+        for sequence in sequences:
+            if len(sequence.draft) >= graphs.max_prefill_rows:
+                sequence = replace(sequence, draft=sequence.draft[: graphs.max_prefill_rows - 1])
+            size, own_rows = _num_inputs(sequence), 1 + len(sequence.draft)
+            num_tokens, num_rows = num_tokens + size, num_rows + own_rows
+            if not passes or num_tokens > graphs.max_tokens or num_rows > graphs.max_prefill_rows:
+                passes.append([])
+                num_tokens, num_rows = size, own_rows
+            passes[-1].append(sequence)
+        return passes
+
+    def _launch_prefill(self, graphs: CudaGraphs, sequences: Sequence[SequenceStep]) -> _Launch:
+        """Sequences sorted by adapter. A batch-invariant pass always has room for ``PASS_CHUNKS`` of them, and each
+        begins at a multiple of their length. So the base's products have one shape, an adapter's tiles are cut alike
+        wherever a chunk lies, and attention is each sequence's own."""
+        starts: list[int] = []
+        end = 0
+        for sequence in sequences:
+            starts.append(end)
+            end += self.chunk_tokens or _num_inputs(sequence)
+        sampled: list[SequenceStep] = []
+        last: list[int] = []
+        goes_on: list[tuple[int, SequenceStep]] = []
+        for start, sequence in zip(starts, sequences, strict=True):
+            if sequence.sample:
+                if sequence.prompt is None:  # who asks for scores seldom asks for more than a token
+                    goes_on.append((len(sampled), sequence))
+                last += range(start + len(sequence.tokens) - 1, start + _num_inputs(sequence))
+                sampled += _rows(sequence)
+        rows, sampled_rows = self._rows_of(sequences), self._rows_of(sampled)
+        launched = graphs.launch_prefill(sequences, rows, starts, sampled, sampled_rows, last)
+        return _Launch(
+            launched=launched,
+            rows=list(enumerate(sampled)),
+            goes_on=goes_on,
+            prefill=list(zip(starts, sequences, strict=True)),
+        )
+
+    def _take(self, graphs: CudaGraphs, pending: list[_Launch]) -> list[SequenceOutput]:
+        """The outputs of all of them, in order; they are pending no longer."""
+        outputs: list[SequenceOutput] = []
+        for entry in pending:
+            found = self._collect(entry.launched, entry.rows)
+            outputs += found if entry.prefill is None else self._prefilled(graphs, entry.prefill, found)
+        pending.clear()
+        return outputs
+
+    def _prefilled(
+        self, graphs: CudaGraphs, prefill: Sequence[tuple[int, SequenceStep]], sampled: Sequence[SequenceOutput]
+    ) -> list[SequenceOutput]:
+        starts, sequences = [start for start, _ in prefill], [sequence for _, sequence in prefill]
+        verified = iter(_verified([sequence for sequence in sequences if sequence.sample], sampled))
+        outputs = [next(verified) if sequence.sample else _output(sequence, None) for sequence in sequences]
+        if all(sequence.prompt is None for sequence in sequences):
+            return outputs
+        sizes = [_num_inputs(sequence) for sequence in sequences]
+        given = segments(self._rows_of(sequences), sizes, starts)
+        batch = ForwardBatch(
+            seq_lens=(starts[-1] + sizes[-1],),
+            segments=tuple(Segment(start=start, end=end, row=row) for start, end, row in given),
+        )
+        lora = LoraBatch.of(batch, self._model.bank)
+        return self._scored(sequences, starts, outputs, graphs.hidden_TD, lora)
 
     def _collect(self, launched: LaunchedStep, rows: Sequence[tuple[int, SequenceStep]]) -> list[SequenceOutput]:
         """What its rows sampled. Those with top-k or top-p are sampled here."""
@@ -226,7 +340,7 @@ class Sampler:
         tokens, logprobs = decoded.tokens[chosen].tolist(), decoded.logprobs[chosen].tolist()
 
         def logits(wanted: Sequence[int]) -> torch.Tensor:
-            return self._model.lm_head.scaled(launched.step.logits_NV[[chosen[n] for n in wanted]])
+            return self._model.lm_head.scaled(launched.logits_NV[[chosen[n] for n in wanted]])
 
         cut = [n for n, sequence in enumerate(sequences) if sequence.sample and _is_cut(sequence)]
         for part in _parts(cut, singly=self._batch_invariant):
@@ -287,31 +401,6 @@ class Sampler:
         outputs = self._sample(sequences, starts, hidden_TD, lora)
         return self._scored(sequences, starts, outputs, hidden_TD, lora)
 
-    def _run_chunks(self, graphs: DecodeGraphs, chunks: Sequence[SequenceStep]) -> list[SequenceOutput]:
-        """One pass of at most ``PASS_CHUNKS`` prompts' chunks, sorted by adapter. It always has room for as many: each
-        chunk begins at a multiple of its length and is padded behind, then come chunks of padding. So the base's
-        products have one shape, an adapter's tiles are cut alike wherever the chunk lies, and attention is each
-        sequence's own. Likewise a token is sampled after each chunk, and used where one is wanted."""
-        room = self.chunk_tokens
-        assert room is not None
-        padding = [self._padding(None, room)] * (PASS_CHUNKS - len(chunks))
-        sequences = [*chunks, *padding]
-        padded: list[SequenceStep] = []
-        for sequence in sequences:
-            padded.append(sequence)
-            if missing := room - len(sequence.tokens):
-                padded.append(self._padding(sequence.version, missing))
-        _, hidden_TD, lora = self._hidden(padded)
-        starts = range(0, PASS_CHUNKS * room, room)
-        outputs = [_output(chunk, None) for chunk in chunks]
-        if sampling := [(index, chunk) for index, chunk in enumerate(chunks) if chunk.sample]:
-            last_N = torch.tensor([start + len(s.tokens) - 1 for start, s in zip(starts, sequences, strict=True)])
-            hidden_ND = hidden_TD.index_select(0, to_device(last_N, self._model.device))
-            launched = graphs.sample(hidden_ND, sequences, [self._row(sequence) for sequence in sequences])
-            for (index, _), output in zip(sampling, self._collect(launched, sampling), strict=True):
-                outputs[index] = output
-        return self._scored(chunks, starts[: len(chunks)], outputs, hidden_TD, lora)
-
     def _hidden(self, sequences: Sequence[SequenceStep]) -> tuple[list[int], torch.Tensor, LoraBatch | None]:
         """Where each begins in the stream, the stream's hidden states [T, D], and its adapters for the head."""
         device = self._model.device
@@ -322,9 +411,8 @@ class Sampler:
             starts.append(len(tokens))
             tokens += (*sequence.tokens, *sequence.draft)
             positions += range(sequence.context, sequence.context + _num_inputs(sequence))
-        decoder_forward = self._model.decoder_forward if self._decode is None else self._decode.prefill
         tokens_T, positions_T = (to_device(torch.tensor(x), device) for x in (tokens, positions))
-        hidden_TD, lora = decoder_forward(tokens_T, positions_T, self._pass(sequences))
+        hidden_TD, lora = self._model.decoder_forward(tokens_T, positions_T, self._pass(sequences))
         return starts, hidden_TD, lora
 
     def _pass(self, sequences: Sequence[SequenceStep]) -> ForwardBatch:
@@ -511,8 +599,13 @@ def _verified(sequences: Sequence[SequenceStep], sampled: Sequence[SequenceOutpu
 
 
 def _decodes(sequence: SequenceStep) -> bool:
-    """One token in, one token out."""
+    """One token in, one token out, its draft aside."""
     return len(sequence.tokens) == 1 and sequence.sample and sequence.prompt is None
+
+
+def _is_output(sequence: SequenceStep) -> bool:
+    """One token in, which was sampled: of batch-invariant steps that decode, a prompt's token never."""
+    return len(sequence.tokens) == 1 and sequence.is_output
 
 
 def _is_cut(sequence: SequenceStep) -> bool:

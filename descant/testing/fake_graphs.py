@@ -1,121 +1,203 @@
-"""A fake of the decode graphs for machines without a CUDA device: the same calls, computed by the model's modules."""
+"""A fake of CUDA graphs for machines without a CUDA device: the real bookkeeping, computed by the model's modules.
+
+What a kernel would read is read from the same buffers: a pass is taken apart into sequences and adapters by its tiles,
+splits and page table alone. Tokens of no sequence are computed too, and then are NaN. A replay leaves nothing of other
+graphs' results, which share its memory, and so does a capture of what the buffers held.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from descant.adapters.slots import RowRef
-from descant.model.forward_batch import ForwardBatch, Segment
+from descant.model.forward_batch import ForwardBatch, PagedKV, Segment
 from descant.model.lora import LoraBatch
-from descant.prefix import PAGE_TOKENS
-from descant.sample.cuda_graphs import Columns, LaunchedStep
+from descant.model.paged_batch import BucketTiles, DecodeMetadata, PagedBatch, PrefillMetadata
+from descant.sample.cuda_graphs import CudaGraphs, DecodeKey, LaunchedStep, PassTensors, PrefillKey, table_width
 from descant.sample.plan import SequenceStep
-from descant.sample.rng import uniform
-from descant.sample.runner import Sampler
+from descant.sample.runner import CHUNK_TOKENS, PASS_CHUNKS, Sampler
 from descant.sample.sampling import RowParams, sample_tokens
+from descant.types import SCALE_NUMERATOR
+
+
+class FakeCudaGraphs(CudaGraphs):
+    """Of a sampler on CPU (``install``). ``steps`` and ``prefills``: what was launched; ``ahead``: how many of the
+    steps were ahead; ``captured``: what was captured, in order."""
+
+    def __init__(self, sampler: Sampler, *, max_rows: int = 8, max_tokens: int = 64, captures: bool = True):
+        model, num_pages = sampler._model, len(sampler._pool.keys[0])
+        super().__init__(
+            model,
+            model.make_kv_pool(num_pages + 1),
+            dummy_page=num_pages,
+            table_width=table_width(model, num_pages),
+            max_rows=max_rows,
+            max_tokens=PASS_CHUNKS * (sampler.chunk_tokens or CHUNK_TOKENS) if sampler._batch_invariant else max_tokens,
+            batch_invariant=sampler._batch_invariant,
+        )
+        self._captures = captures
+        self._captures_prefill = captures and not model.has_experts
+        self._sampler = sampler
+        self.steps: list[DecodeKey] = []
+        self.prefills: list[PrefillKey] = []
+        self.captured: list[DecodeKey | PrefillKey] = []
+        self.ahead = 0
+
+    @classmethod
+    def install(cls, sampler: Sampler, **options: int) -> FakeCudaGraphs:
+        graphs = cls(sampler, **options)  # type: ignore[arg-type]
+        sampler._graphs = graphs
+        return graphs
+
+    def launch_ahead(
+        self,
+        launched: Sequence[LaunchedStep],
+        kept: Sequence[tuple[int, SequenceStep]],
+        rows: Sequence[RowRef | None],
+    ) -> LaunchedStep | None:
+        step = super().launch_ahead(launched, kept, rows)
+        self.ahead += step is not None
+        return step
+
+    # ------------------------------------------------------------------------------------------------ graphs
+    def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
+        self._dummies(key)
+        computed = super()._compute_prefill(key) if isinstance(key, PrefillKey) else super()._compute_step(key)
+        computed.graph = _Replay(self, key, computed)
+        self.captured.append(key)
+        return computed
+
+    def _replay(self, key: DecodeKey | PrefillKey, computed: PassTensors) -> None:
+        for other in self._graphs.values():
+            other.tokens_N.fill_(-1)
+            other.result_2N.fill_(torch.nan)
+        found = self._compute(key)
+        computed.tokens_N.copy_(found.tokens_N)
+        computed.result_2N.copy_(found.result_2N)
+
+    def _compute_step(self, key: DecodeKey) -> PassTensors:
+        self.steps.append(key)
+        return super()._compute_step(key)
+
+    def _compute_prefill(self, key: PrefillKey) -> PassTensors:
+        self.prefills.append(key)
+        return super()._compute_prefill(key)
+
+    # ------------------------------------------------------------------------------------------------ kernels
+    def _hidden(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        seen = _sequences(batch.attention, len(tokens_T))
+        kv = PagedKV(
+            pool=self._pool,
+            page_table=torch.stack([self._pages(sequence.pages) for sequence in seen]),
+            context_lens=tuple(sequence.context for sequence in seen),
+        )
+        segments = tuple(self._segments(batch.adapters))
+        lengths = tuple(sequence.length for sequence in seen)
+        hidden_TD, _ = self._model.decoder_forward(
+            tokens_T, positions_T, ForwardBatch(seq_lens=lengths, segments=segments, kv=kv)
+        )
+        start = 0
+        for sequence in seen:
+            end = start + sequence.length
+            if sequence.pages is None:
+                hidden_TD[start:end] = torch.nan
+            else:
+                want = torch.arange(sequence.context, sequence.context + sequence.length)
+                assert torch.equal(positions_T[start:end], want)
+            start = end
+        return hidden_TD
+
+    def _pages(self, pages: torch.Tensor | None) -> torch.Tensor:
+        width = self._prefill_layout.width
+        return torch.full((width,), self._dummy_page) if pages is None else pages.long()
+
+    def _segments(self, adapters: Sequence[BucketTiles]) -> list[Segment]:
+        """A tile each."""
+        found: list[Segment] = []
+        for entry in adapters:
+            assert entry.slab.data_ptr() == self._model.bank.compute_slab(entry.rank_bucket).data_ptr()
+            for start, end, slot, scale, _ in entry.tiles_C5.tolist():
+                if start < end:
+                    assert end - start <= entry.tile_rows
+                    row = RowRef(rank_bucket=entry.rank_bucket, slot=slot)
+                    want = torch.tensor(SCALE_NUMERATOR / self._model.bank.lora(row).rank, dtype=torch.float32)
+                    assert int(want.view(torch.int32)) == scale
+                    found.append(Segment(start=start, end=end, row=row))
+        return sorted(found, key=lambda segment: segment.start)
+
+    def _sample(
+        self,
+        hidden_ND: torch.Tensor,
+        logits_NV: torch.Tensor,
+        adapters: Sequence[BucketTiles],
+        temperature_N: torch.Tensor,
+        uniform_N: torch.Tensor,
+    ) -> PassTensors:
+        """Adapters row by row: a row's bits do not depend on its neighbours."""
+        head, num_rows = self._model.lm_head, len(hidden_ND)
+        segments = tuple(
+            Segment(start=row, end=row + 1, row=tile.row)
+            for tile in self._segments(adapters)
+            for row in range(tile.start, tile.end)
+        )
+        batch = ForwardBatch(seq_lens=(num_rows,), segments=segments)
+        raw_NV, _ = head._raw_logits(hidden_ND, LoraBatch.of(batch, self._model.bank), 0)
+        logits_NV.copy_(raw_NV)
+        params = [  # the cuts are the host's
+            RowParams(temperature=temperature, top_k=-1, top_p=1.0, uniform=uniform)
+            for temperature, uniform in zip(temperature_N.tolist(), uniform_N.tolist(), strict=True)
+        ]
+        tokens_N, logprobs_N = sample_tokens(head.scaled(logits_NV), params)
+        result_2N = torch.stack([tokens_N.double(), logprobs_N.double()])
+        return PassTensors(graph=None, logits_NV=logits_NV, tokens_N=tokens_N, result_2N=result_2N)
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    graphs: FakeCudaGraphs
+    key: DecodeKey | PrefillKey
+    computed: PassTensors
+
+    def replay(self) -> None:
+        self.graphs._replay(self.key, self.computed)
 
 
 @dataclass(slots=True)
-class _Step:
-    logits_NV: torch.Tensor
-    tokens_N: torch.Tensor
+class _Sequence:
+    """``pages`` None: tokens that only fill a pass up."""
+
+    length: int
+    context: int
+    pages: torch.Tensor | None
 
 
-class FakeDecodeGraphs:
-    """Runs ahead where graphs would. ``rows``: of each step that was launched; ``ahead``: how many of them were ahead;
-    ``prefills``: rows of each prefill. ``num_captures``: of graphs, one for a number of rows and the rank buckets among
-    them, and all anew once a slab lies elsewhere."""
-
-    def __init__(self, sampler: Sampler, max_rows: int = 8):
-        self._sampler, self.max_rows = sampler, max_rows
-        self.rows: list[int] = []
-        self.prefills: list[int] = []
-        self.ahead = 0
-        self.num_captures = 0
-        self._captured: set[tuple[int, frozenset[int]]] = set()
-        self._slabs: dict[int, int] = {}
-
-    def launch(self, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]) -> LaunchedStep:
-        return self._launched_step(sequences, sequences, rows, ahead=False)
-
-    def launch_ahead(
-        self, launched: LaunchedStep, kept: Sequence[tuple[int, SequenceStep]], rows: Sequence[RowRef | None]
-    ) -> LaunchedStep | None:
-        if any((s.context + 1) // PAGE_TOKENS >= len(s.pages) for _, s in kept):
-            return None
-        sampled = launched.step.tokens_N.tolist()
-        further = [
-            replace(s, tokens=(sampled[n],), context=s.context + 1, rng_offset=s.rng_offset + 1) for n, s in kept
-        ]
-        return self._launched_step([s for _, s in kept], further, rows, ahead=True)
-
-    def _launched_step(
-        self,
-        planned: Sequence[SequenceStep],
-        sequences: Sequence[SequenceStep],
-        rows: Sequence[RowRef | None],
-        *,
-        ahead: bool,
-    ) -> LaunchedStep:
-        assert len(sequences) == len(rows) <= self.max_rows
-        assert list(rows) == [self._sampler._row(s) for s in sequences]
-        keys = [(row.rank_bucket, row.slot) if row else (0, 0) for row in rows]
-        assert keys == sorted(keys)
-        self.ahead += ahead
-        if self._sampler._batch_invariant:
-            num_missing = self.max_rows - len(sequences)
-            sequences = [*sequences, *[self._sampler._padding(None, 1)] * num_missing]
-        self.rows.append(len(sequences))
-        model = self._sampler._model
-        self._capture(len(sequences), frozenset(row.rank_bucket for row in rows if row is not None))
-        hidden_ND, lora = model.decoder_forward(
-            torch.tensor([s.tokens[0] for s in sequences]),
-            torch.tensor([s.context for s in sequences]),
-            self._sampler._pass(sequences),
-        )
-        step, result_2N = self._sampled(hidden_ND, lora, sequences)
-        return LaunchedStep(planned, Columns.of(sequences), step, result_2N, None, ahead=ahead)  # type: ignore[arg-type]
-
-    def _capture(self, num_rows: int, rank_buckets: frozenset[int]) -> None:
-        bank = self._sampler._model.bank
-        slabs = {rank_bucket: bank.compute_slab(rank_bucket).data_ptr() for rank_bucket in rank_buckets}
-        if any(self._slabs.get(rank_bucket, at) != at for rank_bucket, at in slabs.items()):
-            self._captured.clear()
-            self._slabs.clear()
-        self._slabs.update(slabs)
-        if (num_rows, rank_buckets) not in self._captured:
-            self._captured.add((num_rows, rank_buckets))
-            self.num_captures += 1
-
-    def _sampled(
-        self, hidden_ND: torch.Tensor, lora: LoraBatch | None, sequences: Sequence[SequenceStep]
-    ) -> tuple[_Step, np.ndarray]:
-        head = self._sampler._model.lm_head
-        logits_NV, _ = head._raw_logits(hidden_ND, lora, 0)
-        params = [  # the cuts are the host's
-            RowParams(temperature=s.temperature, top_k=-1, top_p=1.0, uniform=uniform(s.seed, s.rng_offset))
-            for s in sequences
-        ]
-        tokens_N, logprobs_N = sample_tokens(head.scaled(logits_NV), params)
-        result_2N = np.stack([tokens_N.numpy(), logprobs_N.numpy()]).astype(np.float64)
-        return _Step(logits_NV, tokens_N), result_2N
-
-    def prefill(
-        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, LoraBatch | None]:
-        self.prefills.append(len(tokens_T))
-        return self._sampler._model.decoder_forward(tokens_T, positions_T, batch)
-
-    def sample(
-        self, hidden_ND: torch.Tensor, sequences: Sequence[SequenceStep], rows: Sequence[RowRef | None]
-    ) -> LaunchedStep:
-        assert len(hidden_ND) == len(sequences) == len(rows)
-        segments = tuple(Segment(start=n, end=n + 1, row=row) for n, row in enumerate(rows) if row is not None)
-        batch = ForwardBatch(seq_lens=(1,) * len(rows), segments=segments)
-        lora = LoraBatch.of(batch, self._sampler._model.bank)
-        step, result_2N = self._sampled(hidden_ND, lora, sequences)
-        return LaunchedStep(sequences, Columns.of(sequences), step, result_2N, None, ahead=False)  # type: ignore[arg-type]
+def _sequences(attention: DecodeMetadata | PrefillMetadata, num_tokens: int) -> list[_Sequence]:
+    """In the order of the stream, of which they are all."""
+    if isinstance(attention, DecodeMetadata):
+        positions = dict.fromkeys(range(num_tokens), -1)
+        for row, _, _, position, _ in attention.splits_C5[: attention.num_splits].tolist():
+            assert row < num_tokens
+            if row >= 0:
+                positions[row] = position
+        assert min(positions.values()) >= 0
+        return [_Sequence(1, position, attention.table_NW[row]) for row, position in positions.items()]
+    found: list[_Sequence] = []
+    before, end = None, 0
+    for row, start, length, position in sorted(attention.tiles_C4.tolist(), key=lambda tile: tile[1]):
+        if length == 0:
+            assert row == -1
+            continue
+        assert start == end
+        assert length <= attention.tile_tokens
+        if row == before and row >= 0:
+            assert found[-1].context + found[-1].length == position
+            found[-1].length += length
+        else:
+            own = None if row < 0 else attention.table_BW[row]
+            found.append(_Sequence(length, 0 if own is None else position, own))
+        before, end = row, start + length
+    assert end == num_tokens
+    return found

@@ -11,7 +11,7 @@ import torch
 
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
-from descant.sample.cuda_graphs import DecodeGraphs
+from descant.sample.cuda_graphs import CudaGraphs, DecodeKey, PrefillKey
 from descant.sample.runner import CHUNK_TOKENS, PASS_CHUNKS, Sampler
 from descant.testing.batch_invariance import in_every_batch, publish, sampled
 from descant.testing.tiny import VOCAB_SIZE, tiny_model
@@ -36,8 +36,10 @@ def test_the_same_bits_in_any_batch(tmp_path: Path, arch: str, dtype: torch.dtyp
     for batch, samples in found.items():
         for name in alone:
             assert samples[name] == alone[name], (batch, name)
-    assert sampler._decode is not None
-    assert not any(key.lora_a_fused for key in sampler._decode._graphs), "whether they are would depend on the batch"
+    assert sampler._graphs is not None
+    steps = [key for key in sampler._graphs._graphs if isinstance(key, DecodeKey)]
+    assert not any(key.lora_a_fused for key in steps), "whether they are would depend on the batch"
+    assert len(steps) < len(sampler._graphs._graphs), "prefills are captured, too"
 
 
 def ask(number: int, version: Version | None, length: int) -> SampleRequest:
@@ -78,13 +80,14 @@ def test_prompts_are_the_same_together_alone_and_in_another_order(
     owners = [None, versions["a"], versions["c"], versions["e"], versions["b"]]
     wanted = [ask(n, owners[n % len(owners)], length) for n, length in enumerate(LENGTHS)]
     rows: list[int] = []
-    prefill = DecodeGraphs.prefill
+    prefill_key = CudaGraphs._prefill_key
 
-    def noted(self: DecodeGraphs, tokens_T: torch.Tensor, *rest: object) -> object:
-        rows.append(len(tokens_T))
-        return prefill(self, tokens_T, *rest)  # type: ignore[arg-type]
+    def noted(self: CudaGraphs, *given: object) -> PrefillKey:
+        key = prefill_key(self, *given)  # type: ignore[arg-type]
+        rows.append(key.tokens)
+        return key
 
-    monkeypatch.setattr(DecodeGraphs, "prefill", noted)
+    monkeypatch.setattr(CudaGraphs, "_prefill_key", noted)
     together = samples_of(model, sampler, wanted)
     assert rows == [PASS_CHUNKS * CHUNK_TOKENS] * 2
     assert samples_of(model, sampler, wanted[::-1]) == together

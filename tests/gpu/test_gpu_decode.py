@@ -11,6 +11,7 @@ import torch
 
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
+from descant.sample.cuda_graphs import DecodeKey, PrefillKey, token_buckets
 from descant.sample.plan import SampleLimits
 from descant.sample.runner import Sampler
 from descant.sample.scheduler import Scheduler
@@ -173,19 +174,21 @@ def test_after_the_start_nothing_is_compiled_or_captured_for_the_base(
     _, versions = publish(model)
     sampler = Sampler(model, num_pages=64, max_rows=32)
     sampler.warm_up()
-    assert sampler._decode is not None
-    programs, graphs = counters["stats"]["unique_graphs"], set(sampler._decode._graphs)
+    assert sampler._graphs is not None
+    programs, graphs = counters["stats"]["unique_graphs"], set(sampler._graphs._graphs)
     assert programs > 0
-    assert sorted(key.rows for key in graphs) == [8, 16, 32]
+    assert sorted(key.rows for key in graphs if isinstance(key, DecodeKey)) == [8, 16, 32]
+    assert sorted(key.tokens for key in graphs if isinstance(key, PrefillKey)) == list(token_buckets(8192))
     for count in (1, 9, 20):  # short enough for one KV split each
         sample(model, {f"base{n}": (None, prompt(n % 3)) for n in range(count)}, sampler=sampler)
-        assert set(sampler._decode._graphs) == graphs
+        assert set(sampler._graphs._graphs) == graphs
     who: dict[str, tuple[Version | None, np.ndarray]] = {
         f"{name}{n}": (version, prompt(n)) for n in range(3) for name, version in versions.items()
     }
     sample(model, who, sampler=sampler)
     sample(model, {name: one for name, one in who.items() if not name.startswith("f")}, sampler=sampler)
-    assert {key.lora_a_fused for key in set(sampler._decode._graphs) - graphs} == {False, True}
+    new = set(sampler._graphs._graphs) - graphs
+    assert {key.lora_a_fused for key in new if isinstance(key, DecodeKey)} == {False, True}
     assert counters["stats"]["unique_graphs"] == programs
 
 
@@ -239,7 +242,7 @@ def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., 
         harness, versions = publish(model, {"a": 16, "c": 4})  # "c" comes first, later last
         sampler, scheduler = Sampler(model, num_pages=64, compile_decode=False), make_scheduler(64)
         if not ahead:
-            sampler._decode.launch_ahead = lambda *_: None  # type: ignore
+            sampler._graphs.launch_ahead = lambda *_: None  # type: ignore
         for n in range(6):
             version = versions["a" if n % 2 else "c"]
             sampler.pin(version)
@@ -303,8 +306,8 @@ def test_adapters_take_turns_in_the_fused_columns(load: Callable[..., BaseModel]
         for name in names:
             assert list(found.tokens[name, 0]) == list(together.tokens[name, 0]), (first, name)
             np.testing.assert_allclose(found.logprobs[name, 0], together.logprobs[name, 0], atol=1e-4)
-    assert sampler._decode is not None
-    assert all(key.lora_a_fused for key in sampler._decode._graphs)
+    assert sampler._graphs is not None
+    assert all(key.lora_a_fused for key in sampler._graphs._graphs if isinstance(key, DecodeKey))
 
 
 def test_graphs_follow_a_slab_that_has_grown(load: Callable[..., BaseModel]) -> None:

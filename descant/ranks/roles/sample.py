@@ -44,6 +44,7 @@ class SampleRole:
             model,
             num_pages=sizes.num_pages,
             max_rows=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
             compile_decode=settings.rank.compile is not False,
             batch_invariant=settings.sample.batch_invariant,
         )

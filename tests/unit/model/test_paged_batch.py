@@ -45,6 +45,30 @@ def test_a_sequence_is_cut_alike_whoever_is_beside_it(positions: list[int], posi
     assert [list(split) for split in own[:, 1:4]] == [list(split) for split in alone[:, 1:4]]
 
 
+SEQUENCES = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 70), st.integers(0, 200)), max_size=6)
+"""A gap in front, tokens, tokens in the pages before them."""
+
+
+@given(SEQUENCES, st.integers(0, 40), st.sampled_from([1, 21, 32, 64]))
+def test_prefill_tiles_have_every_token_once(drawn: list[tuple[int, int, int]], rest: int, tile_tokens: int) -> None:
+    starts, stream, end = [], [], 0
+    for row, (gap, length, context) in enumerate(drawn):
+        stream += [(-1, None)] * gap + [(row, context + n) for n in range(length)]
+        starts.append(end + gap)
+        end = len(stream)
+    stream += [(-1, None)] * rest
+    lengths, contexts = [length for _, length, _ in drawn], [context for _, _, context in drawn]
+    tiles = paged_batch.prefill_tiles(starts, lengths, contexts, len(stream), tile_tokens)
+    found: dict[int, tuple[int, int | None]] = {}
+    for row, start, length, position in tiles.tolist():
+        assert 0 < length <= tile_tokens
+        for n in range(length):
+            assert start + n not in found
+            found[start + n] = (row, None if row < 0 else position + n)
+    assert [found[n] for n in range(len(stream))] == stream
+    assert len(tiles) <= len(stream) // tile_tokens + 2 * len(drawn) + 1, "what graphs have room for"
+
+
 def test_tiles_cut_each_adapters_rows() -> None:
     sites = (LoraSite(name="a", in_features=16, out_features=16, group="attn"),)
     bank = AdapterBank(sites, dtype=torch.float32, device=torch.device("cpu"))

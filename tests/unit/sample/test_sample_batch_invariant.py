@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from descant.adapters.slots import RowRef
 from descant.model.base import BaseModel
-from descant.model.forward_batch import ForwardBatch, Segment
 from descant.model.load import ModelSource, load_model
 from descant.prefix import PAGE_TOKENS
-from descant.sample.cuda_graphs import DecodeGraphs
+from descant.sample.cuda_graphs import CudaGraphs
 from descant.sample.runner import PASS_CHUNKS, Sampler
 from descant.testing.batch_invariance import in_every_batch, publish, requests, sampled
-from descant.testing.fake_graphs import FakeDecodeGraphs
+from descant.testing.fake_graphs import FakeCudaGraphs
 from descant.testing.paged_sampler import Finished, PagedFake, request, scheduler
 from descant.testing.tiny import tiny_model
 
@@ -43,8 +43,8 @@ def test_the_same_bits_where_graphs_decode(tmp_path: Path) -> None:
     full, output tokens computed again one by one, also where the device is a step ahead."""
     model, sampler, graphs = with_graphs(tmp_path)
     found = in_every_batch(model, sampler)
-    assert set(graphs.rows) == {graphs.max_rows}
-    assert set(graphs.prefills) == {PASS_CHUNKS * PAGE_TOKENS}
+    assert {key.rows for key in graphs.steps} == {graphs.max_rows}
+    assert {key.tokens for key in graphs.prefills} == {PASS_CHUNKS * PAGE_TOKENS}
     assert graphs.ahead > 100
     alone = found.pop("alone")
     for batch, samples in found.items():
@@ -73,7 +73,7 @@ def test_what_is_computed_again_is_not_sampled_again_ahead(tmp_path: Path) -> No
         assert (alone.tokens[key], alone.logprobs[key]) == (together.tokens[key], together.logprobs[key])
 
 
-def with_graphs(tmp_path: Path) -> tuple[BaseModel, Sampler, FakeDecodeGraphs]:
+def with_graphs(tmp_path: Path) -> tuple[BaseModel, Sampler, FakeCudaGraphs]:
     model = load_model(
         ModelSource(name="tiny", directory=tiny_model("llama", tmp_path)),
         device=torch.device("cpu"),
@@ -82,9 +82,7 @@ def with_graphs(tmp_path: Path) -> tuple[BaseModel, Sampler, FakeDecodeGraphs]:
     )
     sampler = Sampler(model, num_pages=64, batch_invariant=True)
     sampler.chunk_tokens = PAGE_TOKENS
-    graphs = FakeDecodeGraphs(sampler)
-    sampler._decode = graphs  # type: ignore[assignment]
-    return model, sampler, graphs
+    return model, sampler, FakeCudaGraphs.install(sampler)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,13 +92,15 @@ def test_an_adapters_tiles_do_not_depend_on_the_others(tmp_path: Path, dtype: to
     model = load_model(source, device=torch.device("cpu"), dtype=dtype, check=False)
     narrow, wide = (model.bank.pin_version(version) for name, version in publish(model).items() if name in "ce")
     assert (narrow.rank_bucket, wide.rank_bucket) == (16, 128)
-    graphs = DecodeGraphs(model, model.make_kv_pool(1), dummy_page=0, table_width=1)
+    graphs = CudaGraphs(model, model.make_kv_pool(1), dummy_page=0, table_width=1, max_tokens=384, batch_invariant=True)
 
-    def tiles(*segments: Segment) -> dict[int, list[list[int]]]:
-        classes = graphs._prefill_adapters(ForwardBatch(seq_lens=(384,), segments=segments))
-        return {entry.rank_bucket: entry.tiles_C5[:, :2].tolist() for entry in classes}
+    def tiles(*given: tuple[int, int, RowRef]) -> dict[int, list[list[int]]]:
+        stage, key = graphs._prefill_stages[0], graphs._prefill_key(384, 8, given)
+        graphs._fill_prefill_adapters(stage, key, given, [])
+        fields = {rank_bucket: stage.numpy[f"adapters{rank_bucket}"][:, :2] for rank_bucket in key.rank_buckets}
+        return {bucket: [tile for tile in field.tolist() if tile != [0, 0]] for bucket, field in fields.items()}
 
-    own, other = Segment(start=128, end=384, row=narrow), Segment(start=0, end=128, row=wide)
+    own, other = (128, 384, narrow), (0, 128, wide)
     assert tiles(own)[16] == tiles(other, own)[16]
 
 

@@ -19,7 +19,7 @@ from descant.sample.plan import SampleLimits, StepPlan
 from descant.sample.runner import Sampler
 from descant.sample.scheduler import Scheduler
 from descant.sample.speculative import DraftContext, Drafter, NgramDrafter
-from descant.testing.fake_graphs import FakeDecodeGraphs
+from descant.testing.fake_graphs import FakeCudaGraphs
 from descant.testing.learner import LearnerHarness, datum, tokens
 from descant.testing.paged_sampler import Finished, run
 from descant.testing.tiny import ARCHITECTURES, EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
@@ -444,9 +444,12 @@ def test_drafts_change_no_token_and_no_bit(tmp_path: Path, arch: str) -> None:
         assert finished.topk == expected.topk
 
 
+@pytest.mark.parametrize("captures", [False, True])
 @pytest.mark.parametrize("drafter", [None, NgramDrafter()], ids=["plain", "speculative"])
-def test_graphs_sample_the_tokens_of_the_modules(load: Callable[..., BaseModel], drafter: Drafter | None) -> None:
-    """Cut and likeliest tokens are taken from the logits that a graph leaves; drafts go through the modules."""
+def test_graphs_sample_the_tokens_of_the_modules(
+    load: Callable[..., BaseModel], drafter: Drafter | None, captures: bool
+) -> None:
+    """Cut and likeliest tokens are taken from the logits that a graph leaves; drafts are prefilled."""
     plain = Desk(load())
     versions = [None, plain.publish("m", 8), plain.publish("n", 16, seed=2)]
     params: list[dict[str, Any]] = [
@@ -459,10 +462,10 @@ def test_graphs_sample_the_tokens_of_the_modules(load: Callable[..., BaseModel],
     expected = plain.run(*requests)
     graphs = Desk(plain.model, drafter=drafter)
     graphs.sampler = plain.sampler
-    fake_graphs = FakeDecodeGraphs(plain.sampler, max_rows=4)
-    plain.sampler._decode = fake_graphs  # type: ignore[assignment]
+    fake_graphs = FakeCudaGraphs.install(plain.sampler, max_rows=4, captures=captures)
     finished = graphs.run(*requests)
-    assert len(fake_graphs.rows) > 30
+    assert len(fake_graphs.steps) > 30
+    assert bool(fake_graphs.captured) == captures
     assert finished.tokens == expected.tokens
     for key, (ids, logprobs) in expected.topk.items():
         assert finished.topk[key][0] == ids
@@ -478,7 +481,7 @@ def test_a_step_ahead_of_new_weights_counts_as_the_old_ones(load: Callable[..., 
         sampler, bank = desk.sampler, desk.model.bank
         old, other = desk.publish("m", 8), desk.publish("n", 16, seed=2)
         if graphs:
-            sampler._decode = FakeDecodeGraphs(sampler, max_rows=8)  # type: ignore[assignment]
+            FakeCudaGraphs.install(sampler)
         desk.add(
             *(ask(f"moves{i}", tokens(20 + i, i), old, seed=i, stream=i > 0, inflight=True) for i in range(3)),
             ask("stays", tokens(30, 7), other),
