@@ -11,7 +11,8 @@ weights begin with the step after: what is ahead was computed with those of its 
 All inputs are views of one buffer on the device that never moves; a step fills the same buffer in host memory and
 copies it over. Rows beyond the step's own are dummies whose keys go to a page of no sequence. Graphs share one memory
 pool. Those of the base alone are captured at the start (``warm_up``), others when first needed, which takes a fraction
-of a second: the layers are compiled once for all of them. They are dropped when a slab of the bank has moved.
+of a second: the layers are compiled once for all of them. They are dropped when a slab of the bank has moved, which it
+does only where the driver cannot map memory to addresses (``slots.MappedRange``).
 
 Legend: N rows, V vocabulary, D hidden size, W width of the page table, C tiles of adapters or KV splits.
 """

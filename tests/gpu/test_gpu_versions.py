@@ -230,7 +230,8 @@ def test_graphs_stay_while_versions_come_and_go(tmp_path: Path) -> None:
             request_id="r",
             version=version,
             prompt=(EncodedText(tokens=tokens(20, 1)),),
-            sampling_params=SamplingParams(max_tokens=12, temperature=0.0, stop=()),
+            num_samples=1,
+            sampling_params=SamplingParams(max_tokens=12, temperature=0.0, seed=1, stop=()),
         )
         sampler.pin(version)
         scheduler.add(request)
