@@ -21,7 +21,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -131,10 +131,10 @@ class SpillDirectory:
             raise ServerError(f"{what} cannot be read back from its file: {why}") from error
 
     @property
-    def num_unwritten(self) -> int:
-        """Of what was asked to be written. The thread holds as many copies."""
+    def unwritten(self) -> Sequence[Future[Path]]:
+        """What was asked to be written and has not ended, whoever wants it still. The thread holds as many copies."""
         self._writes = [writing for writing in self._writes if not writing.done()]
-        return len(self._writes)
+        return self._writes
 
     def begin_write(self, name: str, copy: HostCopy) -> Future[Path]:
         """``write`` on the writing thread, once the copy is there. Its tensors must not change meanwhile."""

@@ -125,10 +125,10 @@ class Residency:
         """Of these; and of those among them that are in a file as well, or are being written:"""
         self._written_bytes = self._writing_bytes = 0
         self._writing: dict[Offloadable, Future[Path]] = {}
-        self._failure: CannotStore | None = None
-        """Of the last write. The next one that succeeds ends it."""
-        self._stuck = False
-        """The disk has ended no write while it was waited for, nor since."""
+        self._failure: str | None = None
+        """Of the last write, as clients read it. The next one that succeeds ends it."""
+        self._stuck_at: int | None = None
+        """How many writes had ended when the disk was waited for in vain."""
         self._clock = 0
         self._expected: dict[str, int] = {}
         """What will be needed after the turn that runs, and when: 0 is first."""
@@ -282,12 +282,12 @@ class Residency:
         if self._failure is not None:  # there may be room now
             self._failure = None
             self._begin_writes(self._spill, None, False)
-            if self._writing and not self._stuck and not self._wait_for_disk():
+            if not self._is_stuck and not self._wait_for_disk(self._spill):
                 self._take_written()
-        if self._stuck:
+        if self._is_stuck:
             raise CannotStore("the data directory cannot be written: its disk does not answer")
         if self._failure is not None:
-            raise self._failure
+            raise CannotStore(self._failure)
 
     def trim_host(self, *, last: Offloadable | None = None, ahead: bool = False) -> None:
         """Has the coldest on the host written to files until the limit holds, ``last`` after all others, and of what
@@ -299,15 +299,15 @@ class Residency:
         while not failed:
             self._begin_writes(self._spill, last, ahead)
             over = self.host_excess() - self._written_bytes - self._writing_bytes
-            if over <= self.host_bytes // WRITE_AHEAD or not self._writing or self._stuck:
+            if over <= self.host_bytes // WRITE_AHEAD or not self._spill.unwritten or self._is_stuck:
                 return
-            failed = self._wait_for_disk() or self._take_written()
+            failed = self._wait_for_disk(self._spill) or self._take_written()
 
     def settle(self) -> None:
         """``trim_host``, and waits until all that it wants written is, and all files are gone that nobody needs."""
         self.trim_host()
         if self._spill is not None:
-            while self._writing:
+            while self._writing or self._spill.unwritten:
                 self._spill.join()
                 self.trim_host()
             self._spill.join()
@@ -327,7 +327,7 @@ class Residency:
     def _begin_writes(self, spill: SpillDirectory, last: Offloadable | None, ahead: bool) -> None:
         limit = self.host_bytes - (self.host_bytes // WRITE_AHEAD if ahead else 0)
         while self._held_bytes - self._written_bytes - self._writing_bytes > limit:
-            if spill.num_unwritten >= WRITES_AT_ONCE:
+            if len(spill.unwritten) >= WRITES_AT_ONCE:
                 return
             kept = [item for item in self._on_host if item.file is None and item not in self._writing]
             if ahead:
@@ -347,7 +347,6 @@ class Residency:
                 continue
             host, error = item.host, writing.exception()
             self._set_host(item, None)
-            self._stuck = False
             if error is None:
                 item.file, self._failure = writing.result(), None
             else:
@@ -361,20 +360,27 @@ class Residency:
         return failed
 
     def _note_failure(self, error: BaseException) -> None:
-        failure = error if isinstance(error, CannotStore) else CannotStore(f"the data directory: {error}")
-        if self._failure is None or self._failure.message != failure.message:
-            logger.warning("host memory for adapters and versions is beyond its limit: %s", failure)
+        failure = error.message if isinstance(error, CannotStore) else "the data directory cannot be written"
+        if self._failure != failure:
+            why = error.__cause__ or error
+            logger.warning("host memory for adapters and versions is beyond its limit: %s (%s)", failure, why)
         self._failure = failure
 
-    def _wait_for_disk(self) -> bool:
-        """For one write to end. Whether the disk is stuck."""
-        start = time.perf_counter()
-        done, _ = wait(self._writing.values(), timeout=self._patience_s, return_when=FIRST_COMPLETED)
+    def _wait_for_disk(self, spill: SpillDirectory) -> bool:
+        """For one write to end, if any is under way. Whether the disk is stuck."""
+        writes, start = spill.unwritten, time.perf_counter()
+        done, _ = wait(writes, timeout=self._patience_s, return_when=FIRST_COMPLETED)
         self.wait_seconds += time.perf_counter() - start
-        if not done:
-            self._stuck = True
-            logger.warning("host memory for adapters and versions is beyond its limit: the disk does not answer")
-        return self._stuck
+        if done or not writes:
+            return False
+        self._stuck_at = spill.num_writes
+        logger.warning("host memory for adapters and versions is beyond its limit: the disk does not answer")
+        return True
+
+    @property
+    def _is_stuck(self) -> bool:
+        """The disk has ended no write while it was waited for, nor since."""
+        return self._spill is not None and self._stuck_at == self._spill.num_writes
 
     def _set_host(self, item: Offloadable, copy: HostCopy | None) -> None:
         """And counts it. What becomes of a file that is just being written is the caller's."""

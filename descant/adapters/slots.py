@@ -432,7 +432,7 @@ class MappedSlots(Slots[Slot]):
         """Start and end, in bytes, of what was mapped at once."""
         self._most = max(1, driver.device_bytes // self.row_bytes)
         self._range = driver.reserve(self._whole(self._most * self.row_bytes))
-        self._tensor = torch.empty(0)
+        self._tensor = torch.empty(0, row, dtype=dtype)
 
     @property
     def tensor(self) -> torch.Tensor:

@@ -15,7 +15,8 @@ weights begin with the step after: what is ahead was computed with those of its 
 
 All inputs are views of a buffer on the device that never moves (``graph_inputs``). Graphs share one memory pool. Those
 of the base alone are captured at the start (``warm_up``), others when first needed, which takes a fraction of a second:
-the layers are compiled once for all of them. They are dropped when a slab of the bank has moved.
+the layers are compiled once for all of them. They are dropped when a slab of the bank has moved, which it does only
+where the driver cannot map memory to addresses (``slots.MappedRange``).
 
 Legend: N rows, T tokens of a prefill, V vocabulary, D hidden size, C tiles of adapters.
 """

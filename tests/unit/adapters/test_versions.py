@@ -203,11 +203,27 @@ def test_a_disk_that_does_not_answer_refuses_what_is_new_and_harms_nobody(spill:
         publish(bank, 99)
     assert all(is_whole(bank, version) for version in versions)
     assert bank.residency.wait_seconds == waited, "one of them has waited for all"
+    bank.release(versions.pop(0))  # what hangs is nobody's any more
     spill.goes_on.set()
-    bank.residency.settle()
+    spill.join()
     versions.append(publish(bank, 100))
     bank.residency.settle()
     assert all(is_whole(bank, version) for version in versions)
+
+
+def test_what_hangs_and_is_nobodys_any_more_is_waited_for_like_the_rest(spill: HangingSpill) -> None:
+    """Else versions that come and go would fill the host's memory."""
+    bank = make_bank(device=1, host=0, spill=spill)
+    bank.residency._patience_s = 0.01
+    versions = [publish(bank, number) for number in range(2)]
+    spill.goes_on.clear()
+    versions += [publish(bank, number) for number in range(2, 4)]
+    for version in versions[:3]:
+        bank.release(version)
+    publish(bank, 4)
+    with pytest.raises(CannotStore, match="its disk does not answer"):
+        publish(bank, 5)
+    assert bank.stats()["versions_host"] == 1
 
 
 def test_a_disk_that_fails_refuses_what_is_new_and_harms_nobody(spill: HangingSpill) -> None:

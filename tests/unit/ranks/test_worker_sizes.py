@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 
 from descant.model.base import BaseModel
 from descant.ranks.peers import Peers
-from descant.ranks.settings import SampleSettings
-from descant.ranks.sizes import SamplingSizes, sampling_sizes
+from descant.ranks.settings import OffloadSettings, SampleSettings
+from descant.ranks.sizes import SamplingSizes, sampling_sizes, version_bytes
 
 
 @dataclass
@@ -52,3 +53,23 @@ def test_sizes(device: str, settings: SampleSettings, expected: tuple[int, int, 
     num_pages, max_num_seqs, max_num_batched_tokens = expected
     sizes = SamplingSizes(num_pages=num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     assert sampling_sizes(cast(BaseModel, Model(torch.device(device))), settings, Peers()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "expected"),
+    [
+        pytest.param("cpu", float("inf"), 2 << 30, id="a CPU: as the setting says"),
+        pytest.param("cuda", 100 << 30, 2 << 30, id="there is room"),
+        pytest.param("cuda", 6 << 30, 1 << 30, id="a quarter of what adapters leave"),
+        pytest.param("cuda", 1 << 30, 0, id="adapters leave nothing"),
+    ],
+)
+def test_versions_take_no_more_than_there_is_room_for(
+    device: str, free: float, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SimpleNamespace(
+        device=torch.device(device), free_bytes=lambda: free, bank=SimpleNamespace(adapter_bytes=2 << 30)
+    )
+    assert version_bytes(cast(BaseModel, model), OffloadSettings(version_bytes=2 << 30)) == expected
+    told = [record.getMessage() for record in caplog.records]
+    assert ["offload.version_bytes is 2048 MiB" in message for message in told] == [True] * (expected < 2 << 30)
