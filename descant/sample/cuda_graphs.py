@@ -516,11 +516,19 @@ class CudaGraphs:
             self._slabs.clear()
             self._memory = None
         self._slabs.update(slabs)
+        short_of_memory = False
         while key not in self._graphs:
             try:
                 self._graphs[key] = self._capture(key)
             except RuntimeError as error:
-                if self._compiled:
+                if isinstance(error, torch.OutOfMemoryError):
+                    if not short_of_memory:  # nothing that is only kept can be freed while a graph is captured
+                        short_of_memory = True
+                        torch.cuda.empty_cache()
+                        continue
+                    if isinstance(key, DecodeKey):
+                        raise
+                elif self._compiled:
                     self._stop_compiling(error)
                     continue
                 self._synchronize()
@@ -555,7 +563,7 @@ class CudaGraphs:
             self._side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._side):
                 self._dummies(key)
-                for _ in range(2):  # compiles, chooses, allocates workspaces
+                for _ in range(1 if self._graphs else 2):  # compiles, chooses, allocates workspaces
                     self._compute(key)
             torch.cuda.current_stream().wait_stream(self._side)
             torch.cuda.synchronize()

@@ -20,7 +20,16 @@ from torch import nn
 from descant.adapters.slots import RowRef
 from descant.model.load import ModelSource, load_model
 from descant.sample import cuda_graphs
-from descant.sample.cuda_graphs import BUCKETS, PREFILL_ROWS, DecodeKey, PassTensors, PrefillKey, _Calls, token_buckets
+from descant.sample.cuda_graphs import (
+    BUCKETS,
+    PREFILL_ROWS,
+    DecodeKey,
+    LaunchedStep,
+    PassTensors,
+    PrefillKey,
+    _Calls,
+    token_buckets,
+)
 from descant.sample.graph_inputs import Columns, DecodeLayout, DecodeStage, Inputs, segments
 from descant.sample.plan import SampleLimits, SequenceStep
 from descant.sample.runner import Sampler
@@ -322,6 +331,53 @@ def test_what_cannot_be_captured_is_computed_and_said_once(tmp_path: Path, caplo
         "prefill is not captured, which makes sampling slower: operation not permitted when stream is capturing"
     ]
     assert any(isinstance(key, DecodeKey) for key in graphs.captured)
+
+
+def test_a_capture_that_finds_no_memory_is_tried_again_and_then_done_without(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Short(FakeCudaGraphs):
+        failures = 1
+
+        def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
+            if isinstance(key, PrefillKey) and self.failures:
+                self.failures -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super()._capture(key)
+
+    desk = Desk(tmp_path, {"a": 8})
+    wanted = [desk.ask(0, "a", 20)]
+    expected = desk.run(wanted)
+    for failures in (1, 2):
+        graphs = Short.install(desk.sampler, max_tokens=100)
+        graphs.failures = failures  # type: ignore[attr-defined]
+        assert_equal(desk.run(wanted), expected)
+        assert any(isinstance(key, PrefillKey) for key in graphs.captured) == (failures == 1)
+        assert ("prefill is not captured" in caplog.text) == (failures == 2)
+
+
+def test_a_step_ahead_serves_a_sequence_only_where_it_wrote_the_tokens_key() -> None:
+    def step(context: int, *pages: int) -> SequenceStep:
+        return SequenceStep(
+            sequence=5,
+            version=None,
+            tokens=(1,),
+            context=context,
+            pages=pages,
+            sample=True,
+            temperature=0.0,
+            top_k=-1,
+            top_p=1.0,
+            seed=0,
+            rng_offset=0,
+        )
+
+    own, nothing = step(63, 7, 8), torch.empty(0)
+    ahead = LaunchedStep([own], Columns.of([own]), nothing, nothing, np.zeros((2, 1)), None, ahead=True)
+    assert ahead.index(step(64, 7, 8)) == 0
+    assert ahead.index(step(64, 7, 8, 9)) == 0
+    assert ahead.index(step(64, 7, 9)) is None, "preempted, and here again with the pages of its prefix"
+    assert ahead.index(step(65, 7, 8)) is None
 
 
 def test_more_prompts_than_a_graph_has_rows_for_are_several_passes(tmp_path: Path) -> None:
