@@ -142,7 +142,7 @@ def test_replayed_is_near_launched_in_bfloat16(load: Load) -> None:
     wanted = [ask(n, owners[n % 6], length, prompt_logprobs=True) for n, length in enumerate(LENGTHS)]
     expected, found = (sample(s, wanted) for s in (uncaptured(model), Sampler(model, num_pages=NUM_PAGES)))
     differences = [np.abs(scores(found, name) - scores(expected, name)) for name in expected.prompts]
-    assert np.concatenate(differences).mean() <= 1e-2
+    assert np.concatenate(differences).mean() <= 2e-2
 
 
 def test_whose_prompts_come_together_makes_no_graph(load: Load) -> None:
