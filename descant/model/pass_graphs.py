@@ -8,8 +8,9 @@ What a pass has less than its graph is filled up: with tokens of sequences that 
 sequences of no tokens, with tiles of no tokens. None of them is read or adds to a gradient.
 
 Graphs share one memory pool, as if they were passes one after another, and so hold as much as the largest takes. A pass
-is captured when its like comes for the second time: the first goes through the layers as they are, and compiles what
-must be compiled. Larger passes, for which the launches do not matter, are never captured; nor is what waits for the
+is captured when the first of its like comes, which takes as long as two passes. All are made for the widest rank bucket
+that has come so far, ``MIN_RANK`` at least, so that the company of a pass makes no graphs and no kernels of its own.
+Larger passes, for which the launches do not matter, are never captured; nor is what waits for the
 device within a pass, or goes to other kernels than those that find everything by address.
 
 Legend: T tokens of the graph, B its sequences, C its tiles, N its spans, K its keys.
@@ -18,6 +19,7 @@ Legend: T tokens of the graph, B its sequences, C its tiles, N its spans, K its 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 256
 
-SEQUENCES = (8, 32, 128, 512, 2048)
+SEQUENCES = (32, 128, 512, 2048)
 """Of a graph, and segments."""
 
-LENGTHS = (256, 1024, 4096, 16384)
+LENGTHS = (1024, 4096, 16384)
 """Of the longest sequence of a graph, in tokens and keys."""
 
 MEMORY_SHARE = 1 / 8
@@ -49,8 +51,8 @@ MEMORY_SHARE = 1 / 8
 
 MAX_GRAPHS = 64
 
-MAX_SEEN = 4096
-"""Kinds of passes that are remembered."""
+MIN_RANK = 32
+"""The SDK's default; narrower adapters cost as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +200,7 @@ class PassGraphs:
     def __init__(self, model: BaseModel):
         self._model = model
         self._graphs: dict[GraphKey, _CapturedPass] = {}
-        self._seen: set[GraphKey] = set()
+        self._rank = MIN_RANK
         self._memory: Any = None
         self._stream: Any = None
         self._max_tokens = _max_tokens(model)
@@ -223,6 +225,18 @@ class PassGraphs:
         replayed: torch.Tensor = _Replayed.apply(self._grad_anchor, hidden_TD, captured, lora)
         return replayed, lora
 
+    def warm_up(self) -> None:
+        """Captures the smallest passes, and so compiles what all of them take: no request waits for that."""
+        if self._max_tokens == 0:
+            return
+        start = time.monotonic()
+        for backward in (True, False):
+            key = graph_key([MIN_TOKENS], [0], 1, rank=self._rank, backward=backward)
+            captured = None if key is None else self._try_to_capture(key)
+            if key is not None and captured is not None:
+                self._graphs[key] = captured
+        logger.info("training passes captured in %.0f s", time.monotonic() - start)
+
     def clear(self) -> None:
         """Gives their memory back."""
         if self._graphs:
@@ -238,22 +252,18 @@ class PassGraphs:
 
         if lora.widest > MAX_RANK:
             return None
+        self._rank = max(self._rank, lora.widest)
         key = graph_key(
             batch.seq_lens,
             _contexts(batch),
             len(lora.segments),
-            rank=lora.widest,
+            rank=self._rank,
             backward=torch.is_grad_enabled(),
         )
         if key is None or key.tokens > self._max_tokens:
             return None
         captured = self._graphs.pop(key, None)
         if captured is None:
-            if key not in self._seen:
-                if len(self._seen) >= MAX_SEEN:
-                    self._seen.clear()
-                self._seen.add(key)
-                return None
             captured = self._try_to_capture(key)
             if captured is None:
                 return None
@@ -300,17 +310,18 @@ class PassGraphs:
         def forward() -> torch.Tensor:
             return model.hidden_states(inputs.tokens_T, inputs.positions_T, batch, lora)
 
-        hidden_TD = forward()  # a trial: compiles, chooses, allocates
-        if dhidden_TD is not None:
-            hidden_TD.backward(dhidden_TD)
-        del hidden_TD
         if self._memory is None:
             self._memory, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
-            graph, hidden_TD = self._record(forward)
-            backward = None
+        with torch.set_grad_enabled(key.backward):
+            hidden_TD = forward()  # a trial: compiles, chooses, allocates
             if dhidden_TD is not None:
-                backward, _ = self._record(lambda: hidden_TD.backward(dhidden_TD))
+                hidden_TD.backward(dhidden_TD)
+            del hidden_TD
+            with torch.cuda.stream(self._stream):
+                graph, hidden_TD = self._record(forward)
+                backward = None
+                if dhidden_TD is not None:
+                    backward, _ = self._record(lambda: hidden_TD.backward(dhidden_TD))
         return _CapturedPass(
             inputs=inputs, forward=graph, hidden_TD=hidden_TD.detach(), backward=backward, dhidden_TD=dhidden_TD
         )

@@ -113,6 +113,8 @@ class Worker:
         if "sample" in roles:
             sizes = sampling_sizes(model, settings.sample, peers)
             self.sample = sample(model, snapshots, peers, settings=settings, sizes=sizes)
+        if self.train is not None:
+            self.train.warm_up()
         pass_tokens = peers.all_reduce_min("tokens of a pass", microbatch_tokens(model, settings.train))
         # On a GPU passes take nothing of the host's memory that would count.
         self.heap_trimmer = HeapTrimmer() if model.device.type == "cpu" else None

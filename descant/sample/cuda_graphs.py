@@ -41,6 +41,7 @@ from descant.model import paged_batch
 from descant.model.base import WARM_UP_TOKENS, BaseModel
 from descant.model.forward_batch import PAGE_TOKENS, KVPool
 from descant.sample.graph_inputs import (
+    ROOM_GROWS,
     Columns,
     DecodeLayout,
     DecodeStage,
@@ -77,7 +78,7 @@ SMALL_SPLIT_TOKENS = 128
 
 ENOUGH_PROGRAMS = 512
 
-MIN_TILES = 8
+MIN_TILES = 16
 
 MAX_PROGRAMS = 64
 """Compiled layers kept, one for each kind of layer; the compiler's own limit is 8."""
@@ -312,7 +313,7 @@ class CudaGraphs:
             rank_buckets = self._prefill_rank_buckets if own else ()
         room = MIN_TILES if own else 0
         while any(sum(row.rank_bucket == bucket for _, _, row in given) > room for bucket in own):
-            room *= 2
+            room *= ROOM_GROWS
         return PrefillKey(tokens=tokens, rows=rows, rank_buckets=rank_buckets, segments=min(room, rows))
 
     def _is_captured(self, num_tokens: int) -> bool:
@@ -501,7 +502,8 @@ class CudaGraphs:
         ):
             room = MIN_TILES
             while room < len(found):
-                room *= 2
+                room *= ROOM_GROWS
+            room = min(room, len(stage.numpy[f"adapters{rank_bucket}"]))
             stage.fill_tiles(f"adapters{rank_bucket}", found, room)
             sizes.append((rank_bucket, room))
         return tuple(sizes), a_columns is not None and bool(given)

@@ -25,6 +25,10 @@ from descant.model import paged_batch
 from descant.sample.plan import SequenceStep
 from descant.sample.rng import uniforms
 
+ROOM_GROWS = 4
+"""By so much a graph's room for tiles, adapters and KV splits is larger than the next smaller one's. What is empty is a
+program that ends at once; each size is a graph of its own, whose capture holds everybody up."""
+
 Fields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 Tile = tuple[int, int, int, int, int]
 
@@ -172,11 +176,11 @@ class DecodeStage(_Stage):
                 known[index] = ()
 
     def fill_splits(self, bucket: int, split_tokens: int) -> int:
-        """Of the positions filled in before; the room for them: the bucket, or so many times two."""
+        """Of the positions filled in before; the room for them: the bucket, or so many times ``ROOM_GROWS``."""
         found, partials = paged_batch.kv_splits(self.numpy["positions"][:bucket], split_tokens)
         room, field = bucket, self.numpy["splits"]
         while room < len(found):
-            room *= 2
+            room *= ROOM_GROWS
         room = min(room, len(field))
         field[: len(found)] = found
         field[len(found) : room, 0] = -1

@@ -78,6 +78,10 @@ class TorchPassRunner:
         self._wrote_gradients = False
         """Whether the pass that runs, or ran last, has begun to write into gradient rows."""
 
+    def warm_up(self) -> None:
+        """Compiles and captures ahead what every pass takes, where anything is captured."""
+        self._graphs.warm_up()
+
     @property
     def facts(self) -> ModelFacts:
         return self._model.facts

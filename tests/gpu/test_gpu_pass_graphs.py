@@ -46,7 +46,7 @@ class Both:
     def compare(self, make: Callable[[LearnerHarness], Sequence[ForwardBackward]], *, replays: bool = True) -> None:
         before = dict.fromkeys(self.graphs._graphs)
         wanted = self._outcome(self.plain, make)
-        for _ in range(3):  # as it is, captured, replayed
+        for _ in range(2):  # captured, replayed
             outputs, gradients = self._outcome(self.replayed, make)
         assert (len(self.graphs._graphs) > 0) == replays or before
         for name in gradients:

@@ -64,8 +64,9 @@ class TrainRole:
     ):
         """``learner``: what the requests are kept and committed with."""
         self._model, self._snapshots, self._peers = model, snapshots, peers
+        self._runner = TorchPassRunner(model, all_reduce=peers.all_reduce_sum if peers.num_ranks > 1 else None)
         self.learner = learner(
-            TorchPassRunner(model, all_reduce=peers.all_reduce_sum if peers.num_ranks > 1 else None),
+            self._runner,
             computed_as=losses.computed_as() if losses is not None else {},
             peak_flops=measure_peak_flops(model.device, model.dtype, rounds=3),
         )
@@ -74,6 +75,10 @@ class TrainRole:
         self._rows_ready: tuple[torch.cuda.Event, int] | None = None
         """On CUDA, recorded when all work that turns about training rows have issued is done, and
         ``AdapterBank.generation`` then. None after a turn that did not come to its end."""
+
+    def warm_up(self) -> None:
+        """Once all that is there from the start has its memory."""
+        self._runner.warm_up()
 
     def handlers(self) -> Handlers:
         return {

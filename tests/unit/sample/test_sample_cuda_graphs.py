@@ -102,7 +102,7 @@ def test_a_step_ahead_has_the_columns_that_its_sequences_would_give() -> None:
     assert (ahead.numpy["table"][3:, 0] == 99).all(), "what is left of another step writes to nobody's page"
 
 
-def test_the_room_for_splits_doubles_and_what_is_left_of_it_does_nothing() -> None:
+def test_the_room_for_splits_is_one_of_few_and_what_is_left_of_it_does_nothing() -> None:
     layout = DecodeLayout(rows=8, width=10, max_splits=8 * 5)
     stage = DecodeStage(layout, 99, pinned=False)
 
@@ -112,8 +112,8 @@ def test_the_room_for_splits_doubles_and_what_is_left_of_it_does_nothing() -> No
 
     assert fill([0, 5, 128, 127, 1, 2, 3, 4]) == 8
     assert sorted(stage.numpy["splits"][:8, 0]) == list(range(8)), "rows without a sequence have their split, too"
-    assert fill([0, 5, 129, 127, 1, 2, 3, 4]) == 16
-    assert list(stage.numpy["splits"][9:16, 0]) == [-1] * 7
+    assert fill([0, 5, 129, 127, 1, 2, 3, 4]) == 32
+    assert list(stage.numpy["splits"][9:32, 0]) == [-1] * 23
     assert list(stage.numpy["partials"][2]) == [0, 2]
     assert fill([639] * 8) == 40, "no more than the longest sequences need"
     inputs = Inputs(layout.fields(), torch.device("cpu"))
