@@ -17,7 +17,10 @@ from descant.types import Lora, Version
 BFLOAT16 = pytest.param(
     torch.bfloat16,
     id="bfloat16",
-    marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs bf16 in hardware"),
+    marks=pytest.mark.skipif(
+        not torch.ops.mkldnn._is_mkldnn_bf16_supported() or torch.cpu._is_amx_tile_supported(),
+        reason="needs bf16 in hardware, without AMX (see test_prepacked)",
+    ),
 )
 
 
