@@ -237,12 +237,15 @@ class PassGraphs:
                 self._graphs[key] = captured
         logger.info("training passes captured in %.0f s", time.monotonic() - start)
 
-    def clear(self) -> None:
-        """Gives their memory back."""
+    def clear(self, *, short_of_memory: bool = False) -> None:
+        """Gives their memory back. ``short_of_memory``: from now on they take half of it."""
         if self._graphs:
             torch.cuda.synchronize()
             self._graphs.clear()
             self._memory = None
+        if short_of_memory and self._max_tokens:
+            self._max_tokens //= 2
+            logger.warning("memory is short: passes of more than %d tokens are not captured", self._max_tokens)
 
     def _captured(self, batch: ForwardBatch, lora: LoraBatch) -> _CapturedPass | None:
         """Filled with the pass's own numbers; None if it is not to be replayed."""

@@ -11,7 +11,9 @@ the second product does multiply those zeros with every B, only adapters whose w
 bits are those of the segments' own products (tried for each number and class of adapters when first used).
 
 Stacks are copies, made when the same adapters have come up in ``STEPS_BEFORE_STACKING`` steps running. Until then, and
-for what fits no stack, the segments' products do it.
+for what fits no stack, the segments' products do it. An adapter that comes to others gets a stack of its own, and one
+that leaves or changes is left out of its stack: with eight clients some adapter is new every few steps. Once most of
+what is read is of adapters that have left, or there are many stacks, they are made anew.
 
 Legend: N rows, I in, O out, R rank bucket, G adapters of a stack, S sites that share an input.
 """
@@ -40,6 +42,9 @@ STEPS_BEFORE_STACKING = 3
 
 MAX_COLUMNS = 256
 """G · R of a stack: more arithmetic for every row than reading the weights takes."""
+
+MAX_STACKS = 8
+"""Of one step: each is two more calls of the library for every product."""
 
 MAX_BYTES = 1 << 30
 """Of all stacks together."""
@@ -71,16 +76,18 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """Rows of one rank bucket by their ``indices`` in it, ``weights`` by a product's sites."""
+    """Rows of one rank bucket by their ``indices`` in it, ``weights`` by a product's sites. It was made of
+    ``num_adapters``, of which some may be served by it no more."""
 
     rank_bucket: int
+    num_adapters: int
     indices: dict[RowRef, int]
     weights: dict[Sites, _Weights]
     num_bytes: int
 
     @property
     def num_columns(self) -> int:
-        return len(self.indices) * self.rank_bucket
+        return self.num_adapters * self.rank_bucket
 
 
 class _Slice:
@@ -89,7 +96,7 @@ class _Slice:
     def __init__(self, stack: _Stack, rows: slice | None, indices: Sequence[int | None]):
         """``indices`` of the rows' adapters in the stack; None: of none in it."""
         self.stack, self.rows = stack, rows
-        own_NG = torch.tensor([[own == index for index in range(len(stack.indices))] for own in indices])
+        own_NG = torch.tensor([[own == index for index in range(stack.num_adapters)] for own in indices])
         self._others_NC = ~own_NG.repeat_interleave(stack.rank_bucket, dim=1)
         self._others = {1: self._others_NC}
 
@@ -179,20 +186,21 @@ class StackedAdapters:
         distinct = tuple(dict.fromkeys(row for row in rows if row is not None))
         if not distinct:
             return None
-        if any(
-            self._bank.row_generation(row) != generation
-            for row, generation in self._generations.items()
-            if row in distinct
-        ):
-            self._forget()
+        for row in distinct:
+            if self._generations.get(row) not in (None, self._bank.row_generation(row)):
+                self._drop(row)
         if self._last is not None and self._last[0] == tuple(rows):
             return self._last[1]
-        if not self._serve(distinct):
-            self._times_seen = self._times_seen + 1 if distinct == self._candidates else 1
-            self._candidates = distinct
+        anew = self._is_wasteful(distinct)
+        candidates = distinct if anew else tuple(row for row in distinct if row not in self._generations)
+        if candidates:
+            self._times_seen = self._times_seen + 1 if candidates == self._candidates else 1
+            self._candidates = candidates
             if self._times_seen < STEPS_BEFORE_STACKING:
                 return self._resolve(rows)
-            self._stack(distinct)
+            if anew:
+                self._forget()
+            self._stack(candidates, distinct)
         step = self._resolve(rows)
         self._last = (tuple(rows), step)
         return step
@@ -200,9 +208,19 @@ class StackedAdapters:
     def _forget(self) -> None:
         self._stacks, self._generations, self._last = [], {}, None
 
-    def _serve(self, distinct: Sequence[RowRef]) -> bool:
-        """Every adapter has been looked at, and those that have ended are not the most of what is read."""
-        return all(row in self._generations for row in distinct) and 2 * len(distinct) >= len(self._generations)
+    def _drop(self, row: RowRef) -> None:
+        """Its weights are others now."""
+        del self._generations[row]
+        for stack in self._stacks:
+            stack.indices.pop(row, None)
+        self._stacks = [stack for stack in self._stacks if stack.indices]
+        self._last = None
+
+    def _is_wasteful(self, distinct: Sequence[RowRef]) -> bool:
+        """Most of what a step of these reads is of other adapters, or in too many pieces."""
+        served = [sum(row in stack.indices for row in distinct) for stack in self._stacks]
+        num_read = sum(stack.num_adapters for stack, own in zip(self._stacks, served) if own)
+        return 2 * sum(served) < num_read or sum(own > 0 for own in served) > MAX_STACKS
 
     def _resolve(self, rows: Sequence[RowRef | None]) -> StackedStep:
         slices: list[_Slice] = []
@@ -231,24 +249,34 @@ class StackedAdapters:
         return StackedStep(slices, LoraBatch.of(rest, self._bank), trained)
 
     # ------------------------------------------------------------------------------------------------ stacks
-    def _stack(self, distinct: Sequence[RowRef]) -> None:
-        """New stacks of these adapters, as many as fit."""
-        self._forget()
-        self._generations = {row: self._bank.row_generation(row) for row in distinct}
+    def _stack(self, rows: Sequence[RowRef], distinct: Sequence[RowRef]) -> None:
+        """New stacks of these adapters, as many as fit beside those that ``distinct``, a step's adapters, use."""
         by_bucket: dict[int, list[RowRef]] = {}
-        for row in distinct:
+        for row in rows:
+            self._generations[row] = self._bank.row_generation(row)
             if self._is_stackable(row):
                 by_bucket.setdefault(row.rank_bucket, []).append(row)
-        room = self._max_bytes
         for rank_bucket, members in by_bucket.items():
             most = max(1, MAX_COLUMNS // rank_bucket)
             for first in range(0, len(members), most):
                 chosen = members[first : first + most]
-                fits = self._num_bytes(rank_bucket, len(chosen)) <= room
-                if not fits or not self._has_same_bits(rank_bucket, len(chosen)):
-                    continue
-                self._stacks.append(self._stack_of(chosen))
-                room -= self._stacks[-1].num_bytes
+                if self._has_room(self._num_bytes(rank_bucket, len(chosen)), distinct) and self._has_same_bits(
+                    rank_bucket, len(chosen)
+                ):
+                    self._stacks.append(self._stack_of(chosen))
+        if len(self._stacks) > 2 * MAX_STACKS:
+            self._keep_used(distinct)
+
+    def _has_room(self, num_bytes: int, distinct: Sequence[RowRef]) -> bool:
+        if sum(stack.num_bytes for stack in self._stacks) + num_bytes > self._max_bytes:
+            self._keep_used(distinct)
+        return sum(stack.num_bytes for stack in self._stacks) + num_bytes <= self._max_bytes
+
+    def _keep_used(self, distinct: Sequence[RowRef]) -> None:
+        """No stack but those that serve a step of these."""
+        self._stacks = [stack for stack in self._stacks if any(row in stack.indices for row in distinct)]
+        kept = {row for stack in self._stacks for row in stack.indices}.union(distinct)
+        self._generations = {row: number for row, number in self._generations.items() if row in kept}
 
     def _is_stackable(self, row: RowRef) -> bool:
         """Finite, and with a scale that rounds nothing, wherever it is multiplied in."""
@@ -297,7 +325,9 @@ class StackedAdapters:
             )
             num_bytes += sum(tensor.nbytes for tensor in (a_CI, *bs))
         indices = {row: index for index, row in enumerate(rows)}
-        return _Stack(rank_bucket=rank_bucket, indices=indices, weights=weights, num_bytes=num_bytes)
+        return _Stack(
+            rank_bucket=rank_bucket, num_adapters=len(rows), indices=indices, weights=weights, num_bytes=num_bytes
+        )
 
     def _has_same_bits(self, rank_bucket: int, num_adapters: int) -> bool:
         """As the segments' own products, for every shape; asked once for each number of adapters."""
@@ -329,6 +359,7 @@ def _same_bits(in_features: int, out_features: int, rank_bucket: int, num_adapte
     product = Product(in_features=in_features, outputs=((0,),), widths=(out_features,))
     stack = _Stack(
         rank_bucket=rank_bucket,
+        num_adapters=num_adapters,
         indices={RowRef(rank_bucket=rank_bucket, slot=ComputeSlot(index)): index for index in range(num_adapters)},
         weights={(0,): weights},
         num_bytes=0,

@@ -75,6 +75,8 @@ class TorchPassRunner:
         """The rank bucket of each scratch, whose number is a slot there."""
         self._waited_at = -math.inf
         """When the last pass was found done."""
+        self._short_of_memory = False
+        """Whether the last pass that failed did so for memory."""
         self._wrote_gradients = False
         """Whether the pass that runs, or ran last, has begun to write into gradient rows."""
 
@@ -105,6 +107,7 @@ class TorchPassRunner:
             if self._model.sharded:
                 raise
             logger.exception("a pass of %d datums failed", len(items))
+            self._short_of_memory = isinstance(error, torch.OutOfMemoryError)
             return PassFailure(why=_what(error), wrote_gradients=self._wrote_gradients)
         return TorchPass(
             packed=packed, results=results, done=done, seconds=lambda: self._seconds_since(began), flops=flops
@@ -115,7 +118,7 @@ class TorchPassRunner:
 
     def recover(self) -> None:
         # Out here nothing holds the activations of the pass any more, as the exception's traceback did.
-        self._graphs.clear()
+        self._graphs.clear(short_of_memory=self._short_of_memory)
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 

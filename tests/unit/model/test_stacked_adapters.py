@@ -11,7 +11,7 @@ from descant.adapters.slots import RowRef
 from descant.model import prepacked
 from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Segment
 from descant.model.lora import LoraBatch, lora_forward
-from descant.model.stacked_adapters import STEPS_BEFORE_STACKING, Product, StackedAdapters
+from descant.model.stacked_adapters import MAX_STACKS, STEPS_BEFORE_STACKING, Product, StackedAdapters
 from descant.types import Lora, Version
 
 BFLOAT16 = pytest.param(
@@ -115,8 +115,8 @@ def test_of_any_number_rank_and_order(dtype: torch.dtype) -> None:
     many = sorted(shelf.row(16) for _ in range(20))  # more than one stack
     for _ in range(STEPS_BEFORE_STACKING + 1):
         shelf.check(list(many))
-    assert len(shelf.stacked._stacks) == 2
-    assert shelf.num_stacked == 20
+    own = [stack for stack in shelf.stacked._stacks if stack.indices.keys() & set(many)]
+    assert [len(stack.indices) for stack in own] == [16, 4]
 
 
 def test_stacked_only_when_they_come_up_again(dtype: torch.dtype) -> None:
@@ -143,6 +143,58 @@ def test_a_row_that_is_given_to_another_is_not_served_from_a_copy(dtype: torch.d
     assert shelf.num_stacked == 2
     for _ in range(STEPS_BEFORE_STACKING):
         shelf.check(rows)
+
+
+def test_one_that_comes_leaves_the_others_stack_as_it_is(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
+    rows: list[RowRef | None] = [shelf.row(), shelf.row(), *[None] * 6]
+    for _ in range(STEPS_BEFORE_STACKING):
+        shelf.check(rows)
+    [first] = shelf.stacked._stacks
+    rows = sorted([*rows[:2], shelf.row(16), shelf.row()]) + [None] * 4  # type: ignore[type-var]
+    for number in range(1, STEPS_BEFORE_STACKING + 1):
+        shelf.check(rows)
+        assert len(shelf.stacked._stacks) == (3 if number == STEPS_BEFORE_STACKING else 1)
+    assert shelf.stacked._stacks[0] is first
+    assert shelf.num_stacked == 4
+
+
+def test_one_that_changes_leaves_the_others_stack_as_it_is(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
+    rows: list[RowRef | None] = [shelf.row(), shelf.row(), shelf.row(), *[None] * 5]
+    for _ in range(STEPS_BEFORE_STACKING):
+        shelf.check(rows)
+    [first] = shelf.stacked._stacks
+    shelf.drop(2)
+    assert shelf.row() == rows[1]
+    shelf.check(rows)
+    assert list(first.indices) == [rows[0], rows[2]], "its place in the stack is nobody's"
+    for _ in range(STEPS_BEFORE_STACKING):
+        shelf.check(rows)
+    assert [list(stack.indices) for stack in shelf.stacked._stacks] == [[rows[0], rows[2]], [rows[1]]]
+
+
+def test_many_stacks_become_one(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
+    rows: list[RowRef] = []
+    for _ in range(MAX_STACKS + 1):
+        rows.append(shelf.row())
+        for _ in range(STEPS_BEFORE_STACKING):
+            shelf.check([*rows, *[None] * max(0, MIN_ROWS - len(rows))])
+    assert len(shelf.stacked._stacks) == MAX_STACKS + 1
+    for _ in range(STEPS_BEFORE_STACKING):
+        shelf.check([rows[0], *rows])
+    assert [list(stack.indices) for stack in shelf.stacked._stacks] == [rows]
+
+
+def test_what_nobody_uses_is_dropped_in_the_end(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
+    for _ in range(4 * MAX_STACKS):
+        row = shelf.row()
+        for _ in range(STEPS_BEFORE_STACKING):
+            shelf.check([row, *[None] * 7])
+        assert len(shelf.stacked._stacks) <= 2 * MAX_STACKS
+    assert len(shelf.stacked._generations) <= 2 * MAX_STACKS
 
 
 @pytest.mark.parametrize("fill", [torch.nan, torch.inf, 3e38])
