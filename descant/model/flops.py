@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from descant.adapters.layout import LoraSite, trains
-from descant.model.forward_batch import Prefix
+from descant.model.forward_batch import Prefix, context_lens
 from descant.types import Lora
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FlopCounter:
 
 def squares(seq_lens: Sequence[int], prefixes: Sequence[Prefix | None]) -> list[int]:
     """s² of each sequence of a pass; of one behind a shared prefix, that of the whole less the prefix's."""
-    before = [0 if prefix is None else prefix.length for prefix in prefixes] or [0] * len(seq_lens)
+    before = context_lens(seq_lens, prefixes)
     return [(shared + own) ** 2 - shared**2 for own, shared in zip(seq_lens, before, strict=True)]
 
 

@@ -125,6 +125,11 @@ class ForwardBatch:
         return sum(self.seq_lens)
 
 
+def context_lens(seq_lens: Sequence[int], prefixes: Sequence[Prefix | None]) -> list[int]:
+    """How many tokens of its prefix are before each sequence's own. ``prefixes`` () where nothing is shared."""
+    return [0 if prefix is None else prefix.length for prefix in prefixes] or [0] * len(seq_lens)
+
+
 def stream_rows(seq_lens: Sequence[int], prefixes: Sequence[Prefix | None]) -> list[NDArray[np.int64]]:
     """For each sequence, prefix included, the tokens of the stream that it is made of."""
     rows: list[NDArray[np.int64]] = []

@@ -319,12 +319,8 @@ class LoraBatch:
 
     @property
     def widest(self) -> int:
-        """Rank bucket."""
+        """The largest rank bucket among its segments."""
         return max(segment.rank_bucket for segment in self.segments)
-
-    @property
-    def requires_grad(self) -> bool:
-        return any(segment.gradient is not None for segment in self.segments)
 
     def runs(self, start: int, num_tokens: int, products: Products) -> tuple[_SegmentRun, ...]:
         """The segments cut to the stream's tokens ``start:start+num_tokens`` and counted from ``start``. Where our

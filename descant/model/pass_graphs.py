@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from descant.model.attention import PackedLengths, captured_cache
 from descant.model.base import BaseModel
-from descant.model.forward_batch import ForwardBatch, stream_rows
+from descant.model.forward_batch import ForwardBatch, context_lens, stream_rows
 from descant.model.lora import LoraBatch, MultiLoraLinear, has_kernels
 
 if TYPE_CHECKING:
@@ -158,7 +158,6 @@ class _PassInputs:
     def __init__(self, key: GraphKey, device: torch.device):
         ends = key.sequences // 2 + 1
         sizes = (4 * key.tiles, 4 * key.spans, ends, ends, key.keys)
-        self._device = device
         self._buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         tiles, spans, query_ends, key_ends, key_rows = self._buffer.split(sizes)
         self.tiles_C4, self.spans_N4 = tiles.view(-1, 4), spans.view(-1, 4)
@@ -169,18 +168,13 @@ class _PassInputs:
 
     def fill(self, key: GraphKey, batch: ForwardBatch, segments: Sequence[TileSegment]) -> None:
         """In one copy, for which nothing waits."""
-        contexts = _contexts(batch)
+        contexts = context_lens(batch.seq_lens, batch.prefixes)
         ends = np.zeros((2, key.sequences + 2), np.int32)
         ends[:, :-1] = fill_lengths(key, batch.seq_lens, contexts)
         keys = [fill_keys(key, batch)] if key.keys else []
         parts = [*(x.ravel() for x in fill_tiles(key, segments)), *ends.view(np.int64), *keys]
         host = torch.from_numpy(np.concatenate(parts)).pin_memory()
         self._buffer.copy_(host, non_blocking=True)
-
-
-def _contexts(batch: ForwardBatch) -> list[int]:
-    prefixes = batch.prefixes or (None,) * len(batch.seq_lens)
-    return [0 if prefix is None else prefix.length for prefix in prefixes]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,7 +252,7 @@ class PassGraphs:
         self._rank = max(self._rank, lora.widest)
         key = graph_key(
             batch.seq_lens,
-            _contexts(batch),
+            context_lens(batch.seq_lens, batch.prefixes),
             len(lora.segments),
             rank=self._rank,
             backward=torch.is_grad_enabled(),

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from descant.adapters.slots import GradientSlot, RowRef
-from descant.model.forward_batch import Prefix, Segment, stream_rows, to_device
+from descant.model.forward_batch import Prefix, Segment, context_lens, stream_rows, to_device
 from descant.train.check import dense_inputs
 from descant.train.loss import SEQUENCE_LOSSES, LossInputs, loss_mask
 from descant.train.runner import Part
@@ -109,7 +109,7 @@ def pack(items: Sequence[Item], device: torch.device, *, share: bool = True) -> 
     tokens = [input_tokens(item.datum.model_input) for item in ordered]
     prefixes = _prefixes(ordered, tokens) if share else (None,) * len(ordered)
     lengths = [len(arrays["target_tokens"]) for arrays in dense]
-    shared = [0 if prefix is None else prefix.length for prefix in prefixes]
+    shared = context_lens(lengths, prefixes)
     seq_lens = tuple(length - context for length, context in zip(lengths, shared, strict=True))
     bounds_P, bounds_T = ([0, *np.cumsum(sizes).tolist()] for sizes in (lengths, seq_lens))
 

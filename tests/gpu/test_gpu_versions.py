@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ from descant.sample.cuda_graphs import CudaGraphs, DecodeKey
 from descant.sample.plan import SampleLimits
 from descant.sample.runner import Sampler
 from descant.sample.scheduler import Scheduler
+from descant.testing import numbered_versions
 from descant.testing.learner import LearnerHarness, tokens
+from descant.testing.numbered_versions import is_whole
 from descant.testing.paged_sampler import run
 from descant.testing.tiny import EOS_TOKEN_ID, MAX_CONTEXT_LENGTH, VOCAB_SIZE, tiny_model
-from descant.types import EncodedText, Lora, SampleRequest, SamplingParams, Version
+from descant.types import EncodedText, SampleRequest, SamplingParams, Version
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -48,22 +51,7 @@ def bank_of(directory: Path, *, device: int, host: int) -> AdapterBank:
     )
 
 
-def publish(bank: AdapterBank, number: int) -> Version:
-    """A row that is its number everywhere (exact in bfloat16 up to 256)."""
-    if number == 0:
-        bank.create("m", Lora(rank=16))
-    bank.weights("m").fill_(number)
-    bank.refresh_compute("m")
-    version = Version(model_id="m", number=number)
-    bank.publish("m", version)
-    return version
-
-
-def is_whole(bank: AdapterBank, version: Version) -> bool:
-    row = bank.pin_version(version)
-    found = bank.compute_slab(row.rank_bucket)[row.slot].clone()
-    bank.unpin_version(version)
-    return bool((found == version.number).all())
+publish = partial(numbered_versions.publish, rank=16)
 
 
 def test_memory_is_mapped_to_addresses_that_stay() -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from descant.adapters.layout import Layout, LoraSite
 from descant.adapters.offload import CopyEvent, CopyStream, SpillDirectory
 from descant.adapters.slots import MAX_LEAVING, ComputeSlot, MappedRange, Reallocation
 from descant.errors import CannotStore
+from descant.testing import numbered_versions
 from descant.testing.hanging_spill import HangingSpill
 from descant.testing.mapped_memory import FakeDriver
-from descant.types import Lora, Version
+from descant.testing.numbered_versions import is_whole
+from descant.types import Version
 
 CPU = torch.device("cpu")
 SITES = (LoraSite(name="model.layers.0.mlp.up_proj", group="mlp", in_features=64, out_features=64),)
@@ -38,22 +41,7 @@ def make_bank(*, device: int, host: int, spill: SpillDirectory | Path | None = N
     )
 
 
-def publish(bank: AdapterBank, number: int) -> Version:
-    """A row that is its number everywhere."""
-    if number == 0:
-        bank.create("m", Lora(rank=8))
-    bank.weights("m").fill_(number)
-    bank.refresh_compute("m")
-    version = Version(model_id="m", number=number)
-    bank.publish("m", version)
-    return version
-
-
-def is_whole(bank: AdapterBank, version: Version) -> bool:
-    row = bank.pin_version(version)
-    found = bank.compute_slab(row.rank_bucket)[row.slot].clone()
-    bank.unpin_version(version)
-    return bool((found == version.number).all())
+publish = partial(numbered_versions.publish, rank=8)
 
 
 # ---- copies beside the computation
