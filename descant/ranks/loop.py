@@ -114,7 +114,7 @@ class TurnLoop:
         try:
             while not self._stopped:
                 self._take_requests()
-                choice = self._queues.choose({SAMPLE} if self._sampling.has_work() else ())
+                choice = self._queues.choose({SAMPLE: self._sampling.num_models} if self._sampling.has_work() else {})
                 if choice.kind == IDLE:
                     if not self._stopped:
                         self._wait()
