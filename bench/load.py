@@ -1,7 +1,8 @@
 """The real load: clients of the SDK, out of step, through ``descant serve``, beside the same work in lockstep.
 
     python bench/load.py [--clients N [N ...]] [--shape smollm2 | DIRECTORY | qwen3-0.6b ...] [--seconds S]
-                         [--samples 8] [--tokens 64] [--think 0.05] [--warm-up 2] [--set KEY=VALUE] [--json FILE] [--quick]
+                         [--samples 8] [--tokens 64] [--think 0.05] [--warm-up 2] [--set KEY=VALUE] [--json FILE]
+                         [--quick]
 
 Each client has an API key, an adapter (ranks go round) and a loop of its own: it samples (``--samples`` of ``--tokens``
 on average, after prompts of other lengths), trains (``forward_backward`` and ``optim_step``), publishes
@@ -11,8 +12,8 @@ drawn from seeds; who meets whom is not.
 
 A window of ``--seconds`` begins when every client has made ``--warm-up`` steps, and is full until its end. A call that
 crosses an edge of it counts by its share. The floor is the same work in lockstep, by a rank's worker in a process of
-its own, before and after the window: all clients' samples as one batch, all training packed, one optimiser turn, one turn that
-publishes. It knows no HTTP, no queue and no thinking.
+its own, before and after the window: all clients' samples as one batch, all training packed, one optimiser turn, one
+turn that publishes. It knows no HTTP, no queue and no thinking.
 
     load_vs_lockstep             lockstep's seconds for the work of the window, by the window's seconds
     load_vs_lockstep_own_passes  on a CPU: lockstep where, as in the server there, each request has passes of its own
