@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from descant.model.attention import PackedLengths, captured_cache
 from descant.model.base import BaseModel
 from descant.model.forward_batch import ForwardBatch, context_lens, stream_rows
+from descant.model.graph_recording import record
 from descant.model.lora import LoraBatch, MultiLoraLinear, has_kernels
 
 if TYPE_CHECKING:
@@ -315,24 +316,13 @@ class PassGraphs:
                 hidden_TD.backward(dhidden_TD)
             del hidden_TD
             with torch.cuda.stream(self._stream):
-                graph, hidden_TD = self._record(forward)
+                graph, hidden_TD = record(forward, self._memory)
                 backward = None
                 if dhidden_TD is not None:
-                    backward, _ = self._record(lambda: hidden_TD.backward(dhidden_TD))
+                    backward, _ = record(lambda: hidden_TD.backward(dhidden_TD), self._memory)
         return _CapturedPass(
             inputs=inputs, forward=graph, hidden_TD=hidden_TD.detach(), backward=backward, dhidden_TD=dhidden_TD
         )
-
-    def _record(self, compute: Any) -> tuple[Any, Any]:
-        """Not by ``torch.cuda.graph``, which first empties the allocator's cache and collects garbage."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may go on allocating: they are no part of the graph.
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-        try:
-            result = compute()
-        finally:
-            graph.capture_end()
-        return graph, result
 
 
 class _Replayed(torch.autograd.Function):

@@ -15,8 +15,8 @@ While the host takes in a step's tokens and plans the next, the device already c
 weights begin with the step after: what is ahead was computed with those of its launch, and is reported as theirs.
 
 All inputs are views of a buffer on the device that never moves (``graph_inputs``). Graphs share one memory pool. Those
-of the base alone are captured at the start (``warm_up``), others when first needed, which takes a fraction of a second:
-the layers are compiled once for all of them. Where an adapter's row lies is an input like any other.
+of the base alone and the usual ones of narrow adapters are captured at the start (``warm_up``), others when first
+needed: kernels and layers have been compiled for all of them. Where an adapter's row lies is an input like any other.
 
 Legend: N rows, T tokens of a prefill, V vocabulary, D hidden size, C tiles of adapters.
 """
@@ -27,7 +27,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,8 @@ from descant.adapters.slots import RowRef
 from descant.model import paged_batch
 from descant.model.base import WARM_UP_TOKENS, BaseModel
 from descant.model.forward_batch import PAGE_TOKENS, KVPool
+from descant.model.graph_recording import record
+from descant.model.kernel_launch import compiling_kernels
 from descant.sample.graph_inputs import (
     ROOM_GROWS,
     Columns,
@@ -80,6 +82,9 @@ SMALL_SPLIT_TOKENS = 128
 ENOUGH_PROGRAMS = 512
 
 MIN_TILES = 16
+
+USUAL_PREFILL_TOKENS = 2048
+"""Of the largest prefill with adapters that is captured before it is needed."""
 
 LEAST_TOGETHER = 32
 """The ``max_rank`` of narrow adapters' tiles at least. Fewer columns of a tile save nothing, and each number would have
@@ -260,20 +265,59 @@ class CudaGraphs:
         return SPLIT_TOKENS if enough else SMALL_SPLIT_TOKENS
 
     def warm_up(self) -> None:
-        """Compiles the layers and captures what the base alone needs, so that no request waits for either."""
+        """Compiles the layers and the adapters' kernels, and captures what the base alone needs and narrow adapters
+        usually do, so that no request waits for any of it."""
         start = time.monotonic()
         key = PrefillKey(tokens=WARM_UP_TOKENS, rows=PREFILL_ROWS, max_ranks=(), segments=0)
         self._dummies(key)
         self._computed(key)
         if not self._captures_prefill and self._model.has_experts:
             logger.info("prefill of a mixture of experts is not captured")
+        if self._on_cuda:
+            self._compile_kernels()
+        logger.info("kernels of sampling compiled in %.0f s", time.monotonic() - start)
+        start = time.monotonic()
         for tokens in reversed(self._token_buckets):  # the largest first: the others take from its memory
             if self._is_captured(tokens):
                 self._captured(PrefillKey(tokens=tokens, rows=PREFILL_ROWS, max_ranks=(), segments=0))
         for rows in self._buckets:
             if self._captures:
                 self._captured(DecodeKey(rows=rows, splits=rows, tiles=(), lora_a_fused=False))
-        logger.info("prefill and decode steps captured in %.0f s", time.monotonic() - start)
+        if not self._batch_invariant:
+            self._capture_usual()
+        logger.info("%d graphs of sampling captured in %.0f s", len(self._graphs), time.monotonic() - start)
+
+    def _compile_kernels(self) -> None:
+        """Of adapters, narrow ones together, the widest by themselves. What varies besides makes no other programs."""
+        with compiling_kernels(), self._model.eager():
+            for max_rank in RANK_BUCKETS if self._batch_invariant else (LEAST_TOGETHER, paged_batch.NARROW_RANK):
+                prefill = PrefillKey(
+                    tokens=MIN_PREFILL_TOKENS, rows=PREFILL_ROWS, max_ranks=(max_rank,), segments=MIN_TILES
+                )
+                self._dummies(prefill)
+                self._compute(prefill)
+                for rows in self._buckets[:2]:  # 8, and multiples of 16
+                    for lora_a_fused in (False, True) if self._fused_lora_a is not None else (False,):
+                        tiles = ((max_rank, min(rows, MIN_TILES)),)
+                        step = DecodeKey(rows=rows, splits=rows, tiles=tiles, lora_a_fused=lora_a_fused)
+                        self._dummies(step)
+                        self._compute(step)
+
+    def _capture_usual(self) -> None:
+        """Graphs for narrow adapters."""
+        self._prefill_rank_buckets |= {LEAST_TOGETHER}
+        for tokens in self._token_buckets:
+            if self._is_captured(tokens) and tokens <= USUAL_PREFILL_TOKENS:
+                self._captured(
+                    PrefillKey(tokens=tokens, rows=PREFILL_ROWS, max_ranks=(LEAST_TOGETHER,), segments=MIN_TILES)
+                )
+        for rows in self._buckets if self._captures else ():
+            for splits in (rows, min(rows * ROOM_GROWS, len(self._device.fields["splits"]))):
+                for room in _tile_rooms(rows):
+                    fused = self._fused_lora_a is not None and room <= MIN_TILES
+                    for lora_a_fused in (False, True) if fused else (False,):
+                        tiles = ((LEAST_TOGETHER, room),)
+                        self._captured(DecodeKey(rows=rows, splits=splits, tiles=tiles, lora_a_fused=lora_a_fused))
 
     # ------------------------------------------------------------------------------------------------ prefill
     def launch_prefill(
@@ -474,7 +518,7 @@ class CudaGraphs:
             stage.fill_rows("tokens", [s.tokens[0] for s in sequences], bucket)
         stage.fill(columns, [s.pages for s in sequences], bucket)
         num_splits = stage.fill_splits(bucket, self._split_tokens(bucket))
-        tiles, lora_a_fused = self._fill_adapters(stage, rows)
+        tiles, lora_a_fused = self._fill_adapters(stage, rows, bucket)
         key = DecodeKey(rows=bucket, splits=num_splits, tiles=tiles, lora_a_fused=lora_a_fused)
         captured = self._captured(key) if self._captures else None
         fields = self._device.fields
@@ -515,7 +559,7 @@ class CudaGraphs:
         return event
 
     def _fill_adapters(
-        self, stage: DecodeStage, rows: Sequence[RowRef | None]
+        self, stage: DecodeStage, rows: Sequence[RowRef | None], bucket: int
     ) -> tuple[tuple[tuple[int, int], ...], bool]:
         """``tiles`` and ``lora_a_fused`` of the key."""
         given = runs(rows)
@@ -523,11 +567,8 @@ class CudaGraphs:
         max_ranks = sorted(set(self._max_ranks({row.rank_bucket for _, _, row in given}).values()))
         sizes = []
         for max_rank, own in self._together(given, max_ranks).items():
-            found, field = self._tiles(own, paged_batch.TILE_ROWS, a_columns), stage.numpy[f"adapters{max_rank}"]
-            room = MIN_TILES
-            while room < len(found):
-                room *= ROOM_GROWS
-            room = min(room, len(field))
+            found = self._tiles(own, paged_batch.TILE_ROWS, a_columns)
+            room = next(room for room in _tile_rooms(bucket) if room >= len(found))
             stage.fill_tiles(f"adapters{max_rank}", found, room)
             sizes.append((max_rank, room))
         return tuple(sizes), a_columns is not None and bool(given)
@@ -575,6 +616,7 @@ class CudaGraphs:
             decode_dummies(self._device, key.rows, self._dummy_page)
 
     def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
+        start = time.monotonic()
         torch.cuda.synchronize()  # a pass that was launched before reads inputs that the trial runs use too
         if self._side is None:
             self._side = torch.cuda.Stream()  # one for all: what trial runs allocate stays a stream's own
@@ -588,11 +630,10 @@ class CudaGraphs:
             torch.cuda.synchronize()
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may go on allocating: they are no part of the graph.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                captured = self._compute(key)
+            with torch.cuda.stream(self._side):
+                graph, captured = record(lambda: self._compute(key), self._memory)
         captured.graph = graph
+        logger.info("captured %s in %.0f ms", key, 1e3 * (time.monotonic() - start))
         return captured
 
     def _compiled_layers(self) -> AbstractContextManager[object]:
@@ -681,6 +722,15 @@ class _Calls:
         for module, compiled in zip(self._modules, self._set_aside, strict=True):
             del module.forward
             module._compiled_call_impl = compiled
+
+
+def _tile_rooms(num_rows: int) -> Iterator[int]:
+    """Room for tiles that a step of so many rows may have: it has no more of them than rows."""
+    room = MIN_TILES
+    while room < num_rows:
+        yield room
+        room *= ROOM_GROWS
+    yield num_rows
 
 
 def table_width(model: BaseModel, num_pages: int) -> int:
