@@ -21,15 +21,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from descant.model import prepacked
+from descant.model.cpu import prepacked
 from descant.model.forward_batch import MIN_ROWS, to_device
-from descant.model.lora import (
-    LoraBatch,
-    lora_backward,
-    lora_intermediates,
-    lora_linear,
-    lora_linear_backward,
-)
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.products import lora_backward, lora_intermediates, lora_linear, lora_linear_backward
 
 CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
 """At 49k words a chunk's logits are 25 MB and 400 MB. On CPU larger buffers are new pages of the system in each chunk

@@ -30,12 +30,13 @@ from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import Layout, LoraSite
 from descant.adapters.offload import SpillDirectory
 from descant.errors import UserError
-from descant.model import activation_checkpointing, attention, base, selfcheck
+from descant.model import activation_checkpointing, base, selfcheck
+from descant.model.attention import dispatch as attention
 from descant.model.base import BaseModel
-from descant.model.fused_lora_a import FUSED_COLUMNS, FusedLoraA
 from descant.model.fused_ops import fuse
 from descant.model.lm_head import LmHead
-from descant.model.lora import ForwardContext, MultiLoraLinear
+from descant.model.lora.fused_a import FUSED_COLUMNS, FusedLoraA
+from descant.model.lora.linear import ForwardContext, MultiLoraLinear
 from descant.types import ModelFacts
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"

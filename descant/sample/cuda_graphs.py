@@ -3,7 +3,7 @@
     sequences → one pinned buffer → one copy → replay (layers, head, sampling) → one copy back → tokens, logprobs
 
 A decode step's graph is made for a number of rows, of KV splits, and of tiles of each class of adapters, whose A's are
-fused (``model.fused_lora_a``) or are not. A prefill's is made for a number of tokens, of rows that are sampled, and of
+fused (``model.lora.fused_a``) or are not. A prefill's is made for a number of tokens, of rows that are sampled, and of
 adapters: prompts' chunks and drafts of many sequences, what is not there filled up with tokens of no sequence. It has
 room for every rank class that has come so far, so that whose prompts come together makes no graph of its own.
 A pass that keeps the device busy for longer than the host needs to launch it is not captured, nor is prefill of a

@@ -71,9 +71,9 @@ MAY_NOT_IMPORT: Mapping[str, set[str]] = {
 }
 
 CUDA_KERNELS = {
-    "descant.model.paged_lora_kernels",
-    "descant.model.lora_kernels",
-    "descant.model.paged_attention",
+    "descant.model.lora.paged_kernels",
+    "descant.model.lora.kernels",
+    "descant.model.attention.paged_kernels",
     "descant.model.swiglu_kernel",
     "descant.sample.sampling_kernel",
 }

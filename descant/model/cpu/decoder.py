@@ -8,7 +8,7 @@ are written and read in one go, softmax runs over the rows that are meant and no
 **The bits are those of the modules**, and so the trainer's. ``CpuDecoder.of`` knows one kind of layer (two norms, a
 gated MLP, rotary over whole heads, maybe norms of queries and keys), which it takes by the names of its parts, and
 then runs a decode step both ways. A model that comes out different in one bit, or has other parts, goes on through
-its modules. Why sums have the order they have in ``_attend`` stands in ``attention``.
+its modules. Why sums have the order they have in ``_attend`` stands in ``attention.blocked``.
 
 Legend: N rows (sequences, and what fills up to 8), S sequences of a reading, B blocks (pages), K key heads, G query
 heads of each, M rows of a product, D head size, H hidden size, V vocabulary.
@@ -27,12 +27,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from descant.adapters.slots import RowRef
-from descant.model import prepacked
-from descant.model.attention import RULES, TILE_KEYS, Rule
+from descant.model.attention.rule import RULES, Rule
+from descant.model.attention.tiles import TILE_KEYS
 from descant.model.base import BaseModel, make_kv_pool
+from descant.model.cpu import prepacked
+from descant.model.cpu.stacked_adapters import Product, StackedAdapters, StackedStep
 from descant.model.forward_batch import MIN_ROWS, PAGE_TOKENS, ForwardBatch, KVPool, PagedKV
-from descant.model.lora import MultiLoraLinear
-from descant.model.stacked_adapters import Product, StackedAdapters, StackedStep
+from descant.model.lora.linear import MultiLoraLinear
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from descant.adapters.slots import RowRef
 from descant.model import paged_batch
 from descant.model.base import BaseModel
 from descant.model.forward_batch import ForwardBatch
-from descant.model.fused_lora_a import FUSED_COLUMNS, FusedLoraA
 from descant.model.load import ModelSource, _join_linears, load_model
-from descant.model.lora import MultiLoraLinear
+from descant.model.lora.fused_a import FUSED_COLUMNS, FusedLoraA
+from descant.model.lora.linear import MultiLoraLinear
 from descant.testing.learner import LearnerHarness
 from descant.testing.tiny import tiny_model
 from descant.types import SCALE_NUMERATOR, Version
