@@ -8,7 +8,7 @@ equal the trainer's bit for bit (``attention.blocked`` says how). Cost grows wit
 not with the square of their sum.
 
 On CUDA, training and scoring in half precision go through ``attention.packed``, the pages always through
-``attention.paged_kernels``, which never reads a page's tail. In a compiled layer attention is an operator that knows
+``attention.paged``, which never reads a page's tail. In a compiled layer attention is an operator that knows
 its pass by a number (``Handles``): whatever else the graph saw of the pass would make another graph for the next.
 
 Legend: T tokens of the pass, H query heads, K key heads, D head size.
@@ -130,7 +130,7 @@ def _over_pages(
     assert kv is not None
     pages = kv.pool.keys[layer], kv.pool.values[layer]
     if query_THD.is_cuda:
-        from descant.model.attention.paged_kernels import paged_attention
+        from descant.model.attention.prefill_kernels import paged_attention
 
         return paged_attention(
             query_THD, key_TKD, value_TKD, *pages, batch, scaling=rule.scaling, window=rule.window, softcap=rule.softcap
@@ -254,7 +254,7 @@ def _of_paged_batch(
 ) -> torch.Tensor:
     """Also traced by the compiler, so nothing here may read what differs between layers but the tensors bound to
     ``module``."""
-    from descant.model.attention.paged_kernels import paged_batch_attention
+    from descant.model.attention.paged import paged_batch_attention
 
     return paged_batch_attention(
         query_THD,

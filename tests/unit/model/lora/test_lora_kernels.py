@@ -16,12 +16,13 @@ from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import LoraSite
 from descant.model.forward_batch import ForwardBatch, Segment
 from descant.model.fused_ops import _swiglu, fuse
-from descant.model.load import ModelSource, _join_linears, load_model
+from descant.model.load import ModelSource, load_model
 from descant.model.lora import kernels
 from descant.model.lora import products as lora_products
 from descant.model.lora.batch import LoraBatch
 from descant.model.lora.kernels import Sites, Tiles, TileSegment
 from descant.model.lora.products import lora_linear, lora_linear_backward
+from descant.model.network import join_linears
 from descant.testing.learner import LearnerHarness, some_commands
 from descant.testing.tiny import tiny_model
 from descant.types import Lora
@@ -300,7 +301,7 @@ def test_a_pass_through_them_equals_one_through_plain_products(
     for by_kernels in (False, True):
         model = load_model(source, device=DEVICE, dtype=torch.float32, check=False)
         if by_kernels:
-            _join_linears(model.network)
+            join_linears(model.network)
             fuse(model.network)
             assert any(type(module).forward is _swiglu for module in model.network.modules())
             through_kernels(monkeypatch)
