@@ -65,11 +65,7 @@ class LoraBatch:
                 continue
             lora, rank_bucket = bank.lora(segment.row), segment.row.rank_bucket
             if rank_bucket not in slabs:
-                slabs[rank_bucket] = Slabs(
-                    compute_SP=bank.compute_slab(rank_bucket),
-                    gradient_SP=bank.gradient_slab(rank_bucket),
-                    layout=bank.layout(rank_bucket),
-                )
+                slabs[rank_bucket] = Slabs.of(bank, rank_bucket)
             segments.append(
                 LoraSegment(
                     start=segment.start,
@@ -87,14 +83,8 @@ class LoraBatch:
     def of_tiles(tiles: Tiles, bank: AdapterBank, num_tokens: int, *, requires_grad: bool) -> LoraBatch:
         """Of a pass that is captured once and computed with other adapters each time (``model.pass_graphs``): what
         ``tiles`` hold by then."""
-        rank_bucket = tiles.rank
-        slabs = Slabs(
-            compute_SP=bank.compute_slab(rank_bucket),
-            gradient_SP=bank.gradient_slab(rank_bucket),
-            layout=bank.layout(rank_bucket),
-        )
         lora = LoraBatch(segments=())
-        lora._tiled = TiledRun(tiles, slabs, num_tokens, requires_grad=requires_grad)
+        lora._tiled = TiledRun(tiles, Slabs.of(bank, tiles.rank), num_tokens, requires_grad=requires_grad)
         return lora
 
     def tile_segments(self) -> list[TileSegment]:

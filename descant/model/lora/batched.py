@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from descant.model.forward_batch import filled_up
 from descant.model.lora.batch import LoraBatch
 from descant.model.lora.grouped import stacked
-from descant.model.lora.loop import filled_up
 from descant.model.lora.segments import SegmentRun
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from descant.model.cpu import prepacked
-from descant.model.forward_batch import MIN_ROWS
+from descant.model.forward_batch import MIN_ROWS, filled_up
 from descant.model.lora.segments import LoraSegment
 
 
@@ -20,13 +19,7 @@ def shrink(x_TI: torch.Tensor, site_index: int, segment: LoraSegment) -> torch.T
         segment.slabs.compute_SP, segment.compute, layout.a_offset[site_index], layout.rank_bucket, x_TI.shape[1]
     )
     x = x_TI[segment.start : segment.end]
-    return prepacked.product(filled_up(x), a_RI, None, None)[: len(x)]
-
-
-def filled_up(x: torch.Tensor) -> torch.Tensor:
-    """[..., L, I] with at least ``MIN_ROWS`` rows, on CPU."""
-    missing = MIN_ROWS - x.shape[-2]
-    return x if missing <= 0 or x.is_cuda else F.pad(x, (0, 0, 0, missing))
+    return prepacked.product(x if x.is_cuda else filled_up(x), a_RI, None, None)[: len(x)]
 
 
 def _b(out_features: int, site_index: int, segment: LoraSegment) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from descant.model.cpu import prepacked
-from descant.model.forward_batch import MIN_ROWS
+from descant.model.forward_batch import filled_up
 from descant.model.lora import batched, grouped, loop
 from descant.model.lora.batch import LoraBatch
 from descant.model.lora.segments import LoraSegment, Products, SegmentRun
@@ -70,7 +70,7 @@ def lora_linear(
     begins_with_base = run is None and x_TI.dtype == torch.float32 and not is_onednn
     saved: list[torch.Tensor] = []
     if begins_with_base or not _runs(x_TI, widths, sites, lora, start):
-        y_TO = prepacked.product(_at_least_min(x_TI), weight_OI, bias_O, prepacked_weight)[: len(x_TI)]
+        y_TO = prepacked.product(filled_up(x_TI), weight_OI, bias_O, prepacked_weight)[: len(x_TI)]
         if begins_with_base:
             saved = _add_adapters(x_TI, y_TO, sites, widths, lora, start, want_saved)
         return y_TO, saved
@@ -83,13 +83,13 @@ def lora_linear(
     else:
         addition_TO = x_TI.new_zeros(len(x_TI), sum(widths))
         saved = _add_adapters(x_TI, addition_TO, sites, widths, lora, start, want_saved)
-    filled_TI, filled_TO = _at_least_min(x_TI), _at_least_min(addition_TO)
+    filled_TI, filled_TO = filled_up(x_TI), filled_up(addition_TO)
     y_TO = prepacked.add_product(filled_TO, filled_TI, weight_OI, prepacked_weight)[: len(x_TI)]
     if bias_O is not None:
         # Not before: beside a large bias, the same at every token, the adapters' part would be rounded away.
         y_TO.add_(bias_O)
         for first, end in () if is_onednn else lora.base_only(start, len(x_TI), sites):
-            alone_TO = F.linear(_at_least_min(x_TI[first:end]), weight_OI, bias_O)
+            alone_TO = F.linear(filled_up(x_TI[first:end]), weight_OI, bias_O)
             y_TO[first:end] = alone_TO[: end - first]  # rounded once, as wherever there is no adapter
     return y_TO, saved
 
@@ -258,9 +258,3 @@ def _single_run(
     if len(runs) == 1 and runs[0].products != "loop" and (runs[0].start, runs[0].end) == (0, len(x_TI)):
         return runs[0]
     return None
-
-
-def _at_least_min(x: torch.Tensor) -> torch.Tensor:
-    """[T, I] with at least ``MIN_ROWS`` rows, on any device."""
-    missing = MIN_ROWS - len(x)
-    return x if missing <= 0 else F.pad(x, (0, 0, 0, missing))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import Layout
 from descant.adapters.slots import ComputeSlot, GradientSlot
 from descant.model.forward_batch import to_device
@@ -36,6 +37,14 @@ class Slabs:
     compute_SP: torch.Tensor
     gradient_SP: torch.Tensor
     layout: Layout
+
+    @staticmethod
+    def of(bank: AdapterBank, rank_bucket: int) -> Slabs:
+        return Slabs(
+            compute_SP=bank.compute_slab(rank_bucket),
+            gradient_SP=bank.gradient_slab(rank_bucket),
+            layout=bank.layout(rank_bucket),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
