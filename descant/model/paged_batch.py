@@ -87,7 +87,7 @@ Tile = tuple[int, int, int, int, int, int]
 class PagedBatch:
     """Layers read ``handle`` and nothing else of it; its maker keeps it until they have run. Rows in no
     tile of ``adapters`` use the base alone. ``lora_a_fused``: all their A's lie behind the weights
-    (``model.fused_lora_a``)."""
+    (``model.lora.fused_a``)."""
 
     attention: DecodeMetadata | PrefillMetadata
     adapters: tuple[AdapterTiles, ...]
@@ -156,7 +156,7 @@ def bind(network: nn.Module, pool: KVPool) -> None:
 
 def products(network: nn.Module) -> set[tuple[int, ...]]:
     """The sites of every product of the layers."""
-    from descant.model.lora import MultiLoraLinear
+    from descant.model.lora.linear import MultiLoraLinear
 
     return {module.sites for module in network.modules() if isinstance(module, MultiLoraLinear)}
 
@@ -189,9 +189,9 @@ def add_adapters(
     many of the outputs (``widths``). ``h_NH``: the fused LoRA-A columns of the base's product, with the row stride of
     ``y_NO``: there every tile finds its x Aᵀ."""
     for entry in adapters:
-        from descant.model import paged_lora_kernels  # Triton: only where it is used
+        from descant.model.lora import paged_kernels  # Triton: only where it is used
 
-        paged_lora_kernels.add(x_NI, y_NO, entry, entry.features[sites], widths, h_NH=h_NH)
+        paged_kernels.add(x_NI, y_NO, entry, entry.features[sites], widths, h_NH=h_NH)
 
 
 def tiles(

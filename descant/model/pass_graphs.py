@@ -28,14 +28,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from descant.model.attention import PackedLengths, captured_cache
+from descant.model.attention.packed import PackedLengths, captured_cache
 from descant.model.base import BaseModel
 from descant.model.forward_batch import ForwardBatch, context_lens, stream_rows
 from descant.model.graph_recording import record
-from descant.model.lora import LoraBatch, MultiLoraLinear, has_kernels
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.linear import MultiLoraLinear
+from descant.model.lora.products import has_kernels
 
 if TYPE_CHECKING:
-    from descant.model.lora_kernels import TileSegment
+    from descant.model.lora.kernels import TileSegment
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +71,13 @@ class GraphKey:
 
     @property
     def tiles(self) -> int:
-        from descant.model.lora_kernels import TILE_TOKENS
+        from descant.model.lora.kernels import TILE_TOKENS
 
         return -(-self.tokens // TILE_TOKENS) + 2 * (self.sequences + 1)  # a gap before and after each segment
 
     @property
     def spans(self) -> int:
-        from descant.model.lora_kernels import SPAN_TOKENS
+        from descant.model.lora.kernels import SPAN_TOKENS
 
         return -(-self.tokens // SPAN_TOKENS) + self.sequences
 
@@ -142,7 +144,7 @@ def fill_keys(key: GraphKey, batch: ForwardBatch) -> NDArray[np.int64]:
 
 def fill_tiles(key: GraphKey, segments: Sequence[TileSegment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``Tiles.tiles_C4`` and ``spans_N4``; all that fills up has no tokens."""
-    from descant.model.lora_kernels import tile_rows
+    from descant.model.lora.kernels import tile_rows
 
     own, base_only, spans = tile_rows(segments, key.tokens)
     tiles_C4, spans_N4 = np.zeros((key.tiles, 4), np.int64), np.zeros((key.spans, 4), np.int64)
@@ -246,7 +248,7 @@ class PassGraphs:
         """Filled with the pass's own numbers; None if it is not to be replayed."""
         if not 0 < batch.num_tokens <= self._max_tokens:
             return None
-        from descant.model.lora_kernels import MAX_RANK  # loads Triton, which a machine without a GPU need not have
+        from descant.model.lora.kernels import MAX_RANK  # loads Triton, which a machine without a GPU need not have
 
         if lora.widest > MAX_RANK:
             return None
@@ -285,7 +287,7 @@ class PassGraphs:
         return None
 
     def _capture(self, key: GraphKey) -> _CapturedPass:
-        from descant.model.lora_kernels import Tiles
+        from descant.model.lora.kernels import Tiles
 
         model = self._model
         inputs = _PassInputs(key, model.device)
@@ -350,7 +352,7 @@ def _max_tokens(model: BaseModel) -> int:
         return 0
     if model.sharded or model.has_experts or not model.packable or model.activation_memory is None:
         return 0
-    from descant.model.lora_kernels import MAX_SITES
+    from descant.model.lora.kernels import MAX_SITES
 
     for linear in (module for module in model.network.modules() if isinstance(module, MultiLoraLinear)):
         if linear.site.in_features % 8 or linear.site.out_features % 8 or len(linear.sites) > MAX_SITES:

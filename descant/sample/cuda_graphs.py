@@ -3,7 +3,7 @@
     sequences → one pinned buffer → one copy → replay (layers, head, sampling) → one copy back → tokens, logprobs
 
 A decode step's graph is made for a number of rows, of KV splits, and of tiles of each class of adapters, whose A's are
-fused (``model.fused_lora_a``) or are not. A prefill's is made for a number of tokens, of rows that are sampled, and of
+fused (``model.lora.fused_a``) or are not. A prefill's is made for a number of tokens, of rows that are sampled, and of
 adapters: prompts' chunks and drafts of many sequences, what is not there filled up with tokens of no sequence. Narrow
 adapters have their tiles together, whatever their ranks, and a prefill has room for wide ones of every rank bucket that
 has come so far, so that whose prompts come together makes no graph of its own.

@@ -15,7 +15,7 @@ import torch
 from descant.adapters.layout import RANK_BUCKETS
 from descant.adapters.slots import RowRef
 from descant.model.forward_batch import ForwardBatch, PagedKV, Segment
-from descant.model.lora import LoraBatch
+from descant.model.lora.batch import LoraBatch
 from descant.model.paged_batch import AdapterTiles, DecodeMetadata, PagedBatch, PrefillMetadata
 from descant.sample.cuda_graphs import CudaGraphs, DecodeKey, LaunchedStep, PassTensors, PrefillKey, table_width
 from descant.sample.plan import SequenceStep

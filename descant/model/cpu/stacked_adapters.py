@@ -30,9 +30,10 @@ import torch
 
 from descant.adapters.bank import AdapterBank
 from descant.adapters.slots import ComputeSlot, RowRef
-from descant.model import prepacked
+from descant.model.cpu import prepacked
 from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Segment
-from descant.model.lora import LoraBatch, lora_add
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.products import lora_add
 from descant.types import SCALE_NUMERATOR
 
 logger = logging.getLogger(__name__)
@@ -350,7 +351,7 @@ def _same_bits(in_features: int, out_features: int, rank_bucket: int, num_adapte
     x_NI, zeros_NO = random(MIN_ROWS, in_features), torch.zeros(MIN_ROWS, out_features, dtype=dtype)
     indices = [index % num_adapters for index in range(MIN_ROWS)]
     expected_NO = zeros_NO.clone()
-    for index, own in enumerate(indices):  # a row alone would take another path (see ``lora``)
+    for index, own in enumerate(indices):  # a row alone would take another path (see ``lora.products``)
         h_NR = prepacked.product(x_NI, a_GRI[own], None, None)
         expected_NO[index] = prepacked.add_product(zeros_NO.clone(), h_NR, b_GOR[own], None)[index]
     weights = _Weights(

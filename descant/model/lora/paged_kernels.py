@@ -2,7 +2,7 @@
 
 Rows are sorted by adapter and cut into tiles of one adapter (``AdapterTiles``), of any ranks up to the launch's.
 ``_shrink`` makes the rank-wide intermediates of a tile in splits of the input features (split-K), ``_expand`` adds them
-and their product with B in place. Where the base's product has made the intermediates (``model.fused_lora_a``),
+and their product with B in place. Where the base's product has made the intermediates (``model.lora.fused_a``),
 ``_expand`` is all. No program ever reads another adapter's weights or intermediates for a row, so nothing of one tenant
 (a NaN) reaches another.
 

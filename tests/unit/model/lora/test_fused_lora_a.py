@@ -16,9 +16,10 @@ from descant.adapters.slots import RowRef
 from descant.model import paged_batch
 from descant.model.base import BaseModel
 from descant.model.forward_batch import ForwardBatch
-from descant.model.fused_lora_a import FUSED_COLUMNS, FusedLoraA
-from descant.model.load import ModelSource, _join_linears, load_model
-from descant.model.lora import MultiLoraLinear
+from descant.model.load import ModelSource, load_model
+from descant.model.lora.fused_a import FUSED_COLUMNS, FusedLoraA
+from descant.model.lora.linear import MultiLoraLinear
+from descant.model.network import join_linears
 from descant.testing.learner import LearnerHarness
 from descant.testing.tiny import tiny_model
 from descant.types import SCALE_NUMERATOR, Version
@@ -46,7 +47,7 @@ def load(tmp_path: Path) -> Load:
         source = ModelSource(name=arch, directory=tiny_model(arch, tmp_path / arch))
         model = load_model(source, device=DEVICE, dtype=dtype, check=False, compile=False)
         if model.fused_lora_a is None:
-            _join_linears(model.network, fused_columns=FUSED_COLUMNS)
+            join_linears(model.network, fused_columns=FUSED_COLUMNS)
             model.fused_lora_a = FusedLoraA(model.network, model.bank)
         harness = LearnerHarness(model)
         for number, (name, rank) in enumerate(ranks.items()):
