@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from descant.adapters.bank import AdapterBank
-from descant.model import paged_batch, prepacked
+from descant.model import paged_batch
 from descant.model.activation_checkpointing import ActivationMemory
+from descant.model.cpu import prepacked
 from descant.model.forward_batch import MIN_ROWS, PAGE_TOKENS, ForwardBatch, KVPool
-from descant.model.fused_lora_a import FusedLoraA
 from descant.model.lm_head import LmHead
-from descant.model.lora import ForwardContext, LoraBatch, MultiLoraLinear
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.fused_a import FusedLoraA
+from descant.model.lora.linear import ForwardContext, MultiLoraLinear
 from descant.types import ModelFacts
 
 if TYPE_CHECKING:

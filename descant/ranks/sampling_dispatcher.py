@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _OpenRequest:
-    """``id``: of the request that its deltas answer. ``model``: an owner's. ``version``: what it pins. ``left``: samples
-    that have not ended."""
+    """``id``: of the request that its deltas answer. ``model``: its owner and which. ``version``: what it pins.
+    ``left``: samples that have not ended."""
 
     id: int
     model: tuple[str, str | None]

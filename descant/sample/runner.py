@@ -21,9 +21,9 @@ from descant.adapters.slots import RowRef
 from descant.adapters.store import AdapterStore
 from descant.errors import ServerError
 from descant.model.base import BaseModel
-from descant.model.cpu_decoder import MAX_ROWS, CpuDecoder
+from descant.model.cpu.decoder import MAX_ROWS, CpuDecoder
 from descant.model.forward_batch import MIN_ROWS, ForwardBatch, PagedKV, Segment, to_device
-from descant.model.lora import LoraBatch
+from descant.model.lora.batch import LoraBatch
 from descant.sample.cuda_graphs import BUCKETS, CudaGraphs, LaunchedStep, table_width
 from descant.sample.graph_inputs import segments
 from descant.sample.pages import pages_for

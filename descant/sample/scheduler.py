@@ -202,7 +202,8 @@ class Scheduler:
         """``waiting`` (sequences, preempted ones included), ``waiting_requests`` (that have not begun), ``running``,
         ``free_pages`` (cached ones included), ``used_pages``, ``cached_pages``; since the start ``preemptions``,
         ``prefilled_tokens``, ``hit_tokens`` (found in cached pages, or copied), ``mid_sequence_updates`` (a running
-        sequence moved to a newer version), ``drafted_steps`` (of one sequence each), ``drafted_tokens`` and ``accepted_tokens``."""
+        sequence moved to a newer version), ``drafted_steps`` (of one sequence each), ``drafted_tokens`` and
+        ``accepted_tokens``."""
         queues, cache = self._queues, self._cache
         return {
             "waiting": len(queues.sequences) - len(queues.running),

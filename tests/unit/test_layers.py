@@ -71,9 +71,12 @@ MAY_NOT_IMPORT: Mapping[str, set[str]] = {
 }
 
 CUDA_KERNELS = {
-    "descant.model.paged_lora_kernels",
-    "descant.model.lora_kernels",
-    "descant.model.paged_attention",
+    "descant.model.lora.paged_kernels",
+    "descant.model.lora.kernels",
+    "descant.model.attention.paged",
+    "descant.model.attention.prefill_kernels",
+    "descant.model.attention.decode_kernels",
+    "descant.model.attention.head_shape",
     "descant.model.swiglu_kernel",
     "descant.sample.sampling_kernel",
 }

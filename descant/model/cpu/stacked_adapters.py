@@ -33,9 +33,10 @@ import torch
 from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import RANK_BUCKETS
 from descant.adapters.slots import RowRef
-from descant.model import prepacked
+from descant.model.cpu import prepacked
 from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Segment
-from descant.model.lora import LoraBatch, lora_add
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.products import lora_add
 from descant.types import SCALE_NUMERATOR
 
 logger = logging.getLogger(__name__)
@@ -431,7 +432,8 @@ def _has_same_bits(product: Product, num_columns: int, dtype: torch.dtype) -> bo
         start = (num_columns // rank_bucket - 1) * rank_bucket
         own, x_NI = slice(start, start + rank_bucket), random(num_rows, product.in_features)
         expected = []
-        for _, a_CI, b_OC in weights.parts(product, num_columns):  # a row alone would take another path (see ``lora``)
+        for _, a_CI, b_OC in weights.parts(product, num_columns):
+            # A row alone would take another path (see ``lora.products``)
             h_NR = prepacked.product(x_NI, a_CI[own], None, None)
             zeros_NO = x_NI.new_zeros(num_rows, len(b_OC))
             expected.append(prepacked.add_product(zeros_NO, h_NR, b_OC[:, own].contiguous(), None))

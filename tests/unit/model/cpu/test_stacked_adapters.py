@@ -8,10 +8,8 @@ import torch
 from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import LoraSite
 from descant.adapters.slots import RowRef
-from descant.model import prepacked
-from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Segment
-from descant.model.lora import LoraBatch, lora_forward
-from descant.model.stacked_adapters import (
+from descant.model.cpu import prepacked
+from descant.model.cpu.stacked_adapters import (
     KEPT_STEPS,
     STEPS_BEFORE_PREPACKING,
     WASTEFUL_STEPS,
@@ -19,6 +17,9 @@ from descant.model.stacked_adapters import (
     Product,
     StackedAdapters,
 )
+from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Segment
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.products import lora_forward
 from descant.types import Lora, Version
 
 BFLOAT16 = pytest.param(
