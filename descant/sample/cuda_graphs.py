@@ -543,12 +543,11 @@ class CudaGraphs:
         *,
         ahead: bool,
     ) -> LaunchedStep:
-        stage.result[:, :room].copy_(computed.result_2N, non_blocking=True)
+        result = stage.result(room)
+        result.copy_(computed.result_2N, non_blocking=True)
         tokens_N = computed.tokens_N[: len(sequences)].clone()  # the next pass may write over them
         stage.done = self._record_event()
-        return LaunchedStep(
-            sequences, columns, tokens_N, computed.logits_NV, stage.result.numpy(), stage.done, ahead=ahead
-        )
+        return LaunchedStep(sequences, columns, tokens_N, computed.logits_NV, result.numpy(), stage.done, ahead=ahead)
 
     def _record_event(self) -> Any:
         """An event after all that was launched so far; None where nothing runs ahead."""
