@@ -40,6 +40,7 @@ from descant.adapters.slots import RowRef
 from descant.model import paged_batch
 from descant.model.base import WARM_UP_TOKENS, BaseModel
 from descant.model.forward_batch import PAGE_TOKENS, KVPool
+from descant.pauses import paused
 from descant.sample.graph_inputs import (
     ROOM_GROWS,
     Columns,
@@ -521,7 +522,8 @@ class CudaGraphs:
         short_of_memory = False
         while key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(key)
+                with paused("build"):
+                    self._graphs[key] = self._capture(key)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     if not short_of_memory:  # nothing that is only kept can be freed while a graph is captured
