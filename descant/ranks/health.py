@@ -40,10 +40,12 @@ class Death:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowTurn:
     """``kind``: train, rows or sample. ``sequences``: or datums, or row commands. ``phases`` and ``pauses``: seconds by
-    name (``ranks.turn_trace.Phase``, ``pauses.Pause``). ``ago_s``: since its end."""
+    name (``ranks.turn_trace.Phase``, ``pauses.Pause``). ``cpu_s``: for which the loop's thread had a core; on a CPU the
+    rest went to others, or to waiting for torch's threads that had none. ``ago_s``: since its end."""
 
     kind: str
     seconds: float
+    cpu_s: float
     ago_s: float
     sequences: int
     tokens: int

@@ -12,6 +12,7 @@ that ran although they were there.
 from __future__ import annotations
 
 import struct
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
@@ -37,13 +38,14 @@ NUM_REPORTED = 5
 BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper ends of the histograms' buckets; one more has the rest."""
 
-_RECORD = struct.Struct(f"<dd{len(PHASES)}f{len(pauses.KINDS)}ffIIB")
+_RECORD = struct.Struct(f"<dd{len(PHASES)}f{len(pauses.KINDS)}fffIIB")
 _DTYPE = np.dtype(
     [
         ("start", "<f8"),
         ("end", "<f8"),
         *((phase, "<f4") for phase in PHASES),
         *((kind, "<f4") for kind in pauses.KINDS),
+        ("cpu", "<f4"),
         ("gap", "<f4"),
         ("sequences", "<u4"),
         ("tokens", "<u4"),
@@ -58,8 +60,15 @@ _GAP_ROUNDING_S = 1e-4
 class TurnTrace:
     """Used on the turn loop's thread."""
 
-    def __init__(self, seconds: Callable[[], float], *, num_turns: int = NUM_TURNS):
-        self._seconds = seconds
+    def __init__(
+        self,
+        seconds: Callable[[], float],
+        *,
+        cpu_seconds: Callable[[], float] = time.thread_time,
+        num_turns: int = NUM_TURNS,
+    ):
+        """``cpu_seconds``: for which the loop's thread had a core. One that others take makes a turn slow too."""
+        self._seconds, self._cpu_seconds = seconds, cpu_seconds
         self._pauses = pauses.spent_s()
         self._ring = bytearray(_RECORD.size * num_turns)
         self._num_turns = num_turns
@@ -68,7 +77,7 @@ class TurnTrace:
         self._spent = dict.fromkeys(PHASES, 0.0)
         """Of the turn that comes or runs."""
         self._paused = tuple(self._pauses.values())
-        self._last_s = self._start_s = 0.0
+        self._last_s = self._start_s = self._start_cpu_s = 0.0
         """When the last mark was, and when the turn began to run."""
         self._sequences = self._tokens = 0
         self._waiting_since_s: float | None = None
@@ -100,6 +109,7 @@ class TurnTrace:
     def turn_began(self, kind: Kind, *, sampling_waits: bool) -> None:
         """It was chosen now. ``sampling_waits``: something can be sampled."""
         self._start_s = now_s = self._seconds()
+        self._start_cpu_s = self._cpu_seconds()
         self._gap_s = -1.0
         if kind == SAMPLE and self._waiting_since_s is not None:
             self._gap_s = now_s - self._waiting_since_s
@@ -131,6 +141,7 @@ class TurnTrace:
             end_s,
             *spent.values(),
             *[now - before for now, before in zip(paused, self._paused)],
+            self._cpu_seconds() - self._start_cpu_s,
             self._gap_s,
             self._sequences,
             self._tokens,
@@ -202,6 +213,7 @@ def _slow(turn: np.void, now_s: float) -> SlowTurn:
     return SlowTurn(
         kind=KINDS[turn["kind"]],
         seconds=float(turn["end"] - turn["start"]),
+        cpu_s=float(turn["cpu"]),
         ago_s=float(now_s - turn["end"]),
         sequences=int(turn["sequences"]),
         tokens=int(turn["tokens"]),

@@ -45,6 +45,7 @@ FAILURE = LastFailure(
 TURN = SlowTurn(
     kind="train",
     seconds=1.25,
+    cpu_s=0.75,
     ago_s=8.0,
     sequences=4,
     tokens=512,
@@ -80,7 +81,8 @@ def test_a_report_is_printed_whole() -> None:
         "  runs a training pass of 2 datums, for 3 s",
         "5 commands, 2 sample requests",
         "  last 90 turns, in 61 s; the slowest:\n"
-        "    train, 4 datums, 512 tokens: 1.250 s (take 0.250 s, run 1.000 s; of it gc 0.500 s), 8 s ago\n",
+        "    train, 4 datums, 512 tokens: 1.250 s (take 0.250 s, run 1.000 s; on a core 0.750 s; of it gc 0.500 s)"
+        ", 8 s ago\n",
         "  sampling waited 40 times: p50 0.012 s, p99 0.500 s, p99.9 1.500 s; the longest:\n"
         "    1.500 s, 6 s ago; at its end take 0.250 s\n"
         "      train, 4 datums, 512 tokens: 1.250 s (",

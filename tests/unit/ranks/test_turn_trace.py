@@ -17,7 +17,7 @@ class Turns:
 
     def __init__(self, num_turns: int = 64):
         self.now = 100.0
-        self.trace = TurnTrace(lambda: self.now, num_turns=num_turns)
+        self.trace = TurnTrace(lambda: self.now, cpu_seconds=lambda: self.now / 4, num_turns=num_turns)
         self.trace.begin()
 
     def spend(self, phase: str, seconds: float) -> None:
@@ -49,7 +49,7 @@ def test_a_turn_says_what_it_was_spent_on() -> None:
     assert turns.turn("train", 2.0, take=0.5, answer=0.25) == 2.25
     [slow] = turns.trace.report().slowest
     assert (slow.kind, slow.sequences, slow.tokens) == ("train", 3, 40)
-    assert (slow.seconds, slow.ago_s) == (2.25, 0.0)
+    assert (slow.seconds, slow.cpu_s, slow.ago_s) == (2.25, 2.25 / 4, 0.0)
     spent = {phase: seconds for phase, seconds in slow.phases.items() if seconds}
     assert spent == {"wait": 5.0, "take": 0.5, "run": 2.0, "answer": 0.25}
     turns.turn("rows", 1.0)
@@ -77,9 +77,7 @@ def test_a_gap_is_what_ran_between_two_sampling_turns() -> None:
 @pytest.mark.parametrize(
     ("events", "gaps"),
     [
-        pytest.param(
-            [("sample", True, False), ("train", False, False), ("sample", True, True)], [], id="nothing waited"
-        ),
+        pytest.param([("sample", True, False), ("train", False, False), ("sample", True, True)], [], id="nothing"),
         pytest.param([("train", True, True), ("sample", True, True)], [1.0], id="came before a training turn"),
         pytest.param([("train", False, True), ("sample", True, True)], [], id="came during a training turn"),
         pytest.param([("sample", True, True), ("sample", True, True)], [0.0], id="one after the other"),
