@@ -552,10 +552,11 @@ def test_a_decode_step_without_adapters_is_the_base(joined: bool) -> None:
         MultiLoraLinear.join(layers)
     products = paged_batch.products(network)
     assert products == ({(0, 1, 2)} if joined else {(0,), (1,), (2,)})
-    for rank_bucket in (8, 16):
-        layout = bank.layout(rank_bucket)
-        for sites, offsets in paged_batch.site_offsets(bank, rank_bucket, products, torch.device("cpu")).items():
-            assert offsets.tolist() == [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
+    for sites, features in paged_batch.site_features(bank, products, torch.device("cpu")).items():
+        for rank_bucket in (8, 16):
+            layout = bank.layout(rank_bucket)
+            offsets = [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
+            assert (rank_bucket * features).tolist() == offsets
     step = paged_batch.PagedBatch(attention=ForwardBatch(seq_lens=(TOKENS,)), adapters=())
     forward_context.current = step
     with torch.no_grad():
