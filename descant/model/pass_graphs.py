@@ -36,6 +36,7 @@ from descant.model.kernel_launch import compiling_kernels
 from descant.model.lora.batch import LoraBatch
 from descant.model.lora.linear import MultiLoraLinear
 from descant.model.lora.products import has_kernels
+from descant.pauses import paused
 
 if TYPE_CHECKING:
     from descant.model.lora.kernels import TileSegment
@@ -323,7 +324,8 @@ class PassGraphs:
             torch.cuda.synchronize()
             del self._graphs[next(iter(self._graphs))]
         try:
-            return self._capture(key)
+            with paused("build"):
+                return self._capture(key)
         except torch.OutOfMemoryError:
             logger.warning("no memory to capture passes of %d tokens, which makes them slower", key.tokens)
             self._max_tokens = key.tokens - 1

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from descant.errors import DescantError, ServerError
+from descant.pauses import watch_collections
 from descant.ranks.channel import TurnStatus
-from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, Kind, row_order
+from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, row_order
 from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import (
     Background,
@@ -40,11 +41,13 @@ from descant.ranks.ops import (
     Sample,
     Stats,
     Stop,
+    Turns,
     source_of,
 )
 from descant.ranks.partition import balanced_shares, piece_shares
 from descant.ranks.queues import Entry, Queues
 from descant.ranks.sampling_dispatcher import SamplingDispatcher
+from descant.ranks.turn_trace import TurnTrace
 from descant.types import Command, ForwardBackwardOutput, Snapshot, SnapshotRef
 
 if TYPE_CHECKING:
@@ -96,10 +99,7 @@ class TurnLoop:
         )
         self._sampling = SamplingDispatcher(executor, respond)
         self._turn = 0
-        self._spent_s: dict[Kind, float] = dict.fromkeys((TRAIN, ROWS, SAMPLE, IDLE), 0.0)
-        """Of the loop's thread, by kind of turn."""
-        self._accounted_s = 0.0
-        """Until when."""
+        self._trace = TurnTrace(seconds)
         self._stopped = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="descant-write")
@@ -110,21 +110,25 @@ class TurnLoop:
 
     def run(self) -> None:
         """Until ``Stop``. Work that is not done then is not answered."""
-        self._accounted_s = self._seconds()
+        watch_collections()
+        trace = self._trace
+        trace.begin()
         try:
             while not self._stopped:
                 self._take_requests()
-                choice = self._queues.choose({SAMPLE} if self._sampling.has_work() else ())
+                trace.mark("take")
+                can_sample = self._sampling.has_work()
+                choice = self._queues.choose({SAMPLE} if can_sample else ())
+                trace.mark("decide")
                 if choice.kind == IDLE:
                     if not self._stopped:
                         self._wait()
                     continue
                 self._turn += 1
-                began_s = self._seconds()
+                trace.turn_began(choice.kind, sampling_waits=can_sample)
                 self._execute(choice)
                 self._describe("")
-                self._account(choice.kind)
-                self._queues.ran(choice.kind, self._accounted_s - began_s)
+                self._queues.ran(choice.kind, trace.turn_ended(choice.kind, sampling_waits=self._sampling.has_work()))
             self._executor.execute(Stop())
         finally:
             self._reader.shutdown(wait=False, cancel_futures=True)
@@ -135,26 +139,24 @@ class TurnLoop:
             request = self._inbox.get(timeout=self._info.idle_s)
         except queue.Empty:
             self._executor.execute(Idle())
-            self._account(IDLE)
+            self._trace.idle()
             return
-        self._account(IDLE)
+        trace = self._trace
+        trace.idle()
         self._take(request)
+        trace.mark("take")
         # Requests come in bursts. A pass of the first alone would keep all others waiting for as long as one of all.
         until = self._seconds() + BURST_S
         with contextlib.suppress(queue.Empty):
             while not self._stopped and self._seconds() < until:
-                self._take(self._inbox.get(timeout=QUIET_S))
-        self._account(IDLE)
-
-    def _account(self, kind: Kind) -> None:
-        """The time since the last call is that of a turn of this kind: taking requests and choosing it included."""
-        now_s = self._seconds()
-        self._spent_s[kind] += now_s - self._accounted_s
-        self._accounted_s = now_s
+                request = self._inbox.get(timeout=QUIET_S)
+                trace.idle()
+                self._take(request)
+                trace.mark("take")
+        trace.idle()
 
     def _stats(self) -> Mapping[str, float]:
-        spent = {f"loop_{kind}_seconds": seconds for kind, seconds in self._spent_s.items()}
-        return {**self._executor.execute(Stats()), **self._sampling.stats(), **spent}
+        return {**self._executor.execute(Stats()), **self._sampling.stats(), **self._trace.stats()}
 
     def _describe(self, what: str) -> None:
         self._turn_status.write(self._turn, what)
@@ -188,6 +190,8 @@ class TurnLoop:
                 self._answer(id, lambda: self._sampling.release(op.version))
             case Stats():
                 self._answer(id, self._stats)
+            case Turns():
+                self._answer(id, self._trace.report)
             case Operation():
                 self._answer(id, lambda: self._executor.execute(op))
             case _:
@@ -236,12 +240,13 @@ class TurnLoop:
         if "train" in self._info.roles:  # what is sampled is not prefetched
             soon, keep = self._queues.prefetch_order(choice), tuple(sorted(choice.model_ids))
             self._executor.execute(Prefetch(model_ids=soon, keep=keep))
+            self._trace.mark("prefetch")
         if choice.kind == TRAIN:
             self._run_microbatch(choice)
         elif choice.kind == ROWS:
             self._run_rows(choice.commands)
         else:
-            self._sampling.step(self._describe)
+            self._sampling.step(self._describe, self._trace)
 
     def _run_microbatch(self, choice: Choice) -> None:
         data, taken, info = choice.data, self._queues.take(choice, self._seconds()), self._info
@@ -258,10 +263,13 @@ class TurnLoop:
         )
         num_models = len(choice.model_ids)
         self._describe(f"a training pass of {len(data)} datums, {taken.tokens} tokens, for {num_models} models")
+        self._trace.holds(len(data), taken.tokens)
+        self._trace.mark("plan")
         try:
             outcomes = self._executor.execute(op)
         except Exception as error:
             outcomes = self._fail_turn(error, [(key, entry.command) for key, entry in taken.entries.items()])
+        self._trace.mark("run")
         self._respond_outcomes(outcomes)
 
     def _run_rows(self, commands: Sequence[Command]) -> None:
@@ -274,10 +282,13 @@ class TurnLoop:
                 error = entry.reading.exception()
                 loaded[entry.key] = entry.reading.result() if error is None else to_descant_error(error)
         op = Rows(commands=row_order(commands, self._executor.memory.is_resident), loaded=loaded)
+        self._trace.holds(len(commands), 0)
+        self._trace.mark("plan")
         try:
             outcomes = self._executor.execute(op)
         except Exception as error:
             outcomes = self._fail_turn(error, [((c.model_id, c.seq_id), c) for c in commands])
+        self._trace.mark("run")
         self._respond_outcomes(outcomes)
         if "sample" not in self._info.roles:
             return

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from descant.errors import DescantError
+from descant.ranks.health import TurnReport
 from descant.types import (
     ROLES,
     CheckpointSource,
@@ -119,6 +120,13 @@ class Cancel(Operation[None]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats(Operation[Mapping[str, float]]):
+    runs: ClassVar[Runs] = "on rank 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns(Operation[TurnReport]):
+    """What the last turns took. The turn loop answers it: it is nothing that an executor knows."""
+
     runs: ClassVar[Runs] = "on rank 0"
 
 

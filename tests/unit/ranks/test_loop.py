@@ -324,6 +324,26 @@ async def test_its_numbers_are_told_between_turns(rank: tuple[Replica, Seen]) ->
     assert after["adapters"] == 1
 
 
+async def test_it_tells_what_its_last_turns_took(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    model = Model(replica)
+    await result(model.create())
+    await result(model.backward((datum([1, 2, 3, 4]),)))
+    await sampled(replica, request(max_tokens=5))
+    report = await replica.turns()
+    assert report is not None
+    stats = await replica.stats()
+    counts = {kind: stats[f"{kind}_turn_seconds_count"] for kind in ("rows", "train", "sample")}
+    assert counts == {"rows": 1, "train": 1, "sample": sum(isinstance(turn, SampleStep) for turn in seen.turns)}
+    assert report.num_turns == sum(counts.values())
+    assert report.num_gaps == counts["sample"] - 1
+    [train] = [turn for turn in report.slowest if turn.kind == "train"]
+    assert (train.sequences, train.tokens) == (1, 4)
+    assert train.phases["run"] > 0
+    await replica.close()
+    assert await replica.turns() is None
+
+
 async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> None:
     """Of a budget of 40: 30, with no room for 21; then 21 and three times 2 (an eighth), with no room for 16."""
     made: list[Seen] = []
