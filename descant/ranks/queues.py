@@ -261,11 +261,12 @@ class Queues:
             self._runtimes.pop(model_id, None)
         return entry
 
-    def ran(self, kind: Kind, seconds: float) -> None:
-        """A turn is over that took so long."""
+    def ran(self, kind: Kind, seconds: float, *, done_s: float | None = None) -> None:
+        """A turn is over that took so long. ``done_s``: after how long the device had done it, where another turn was
+        inside."""
         self._shares.ran(kind, seconds)
         if self._measured_tokens:
-            self._pass_tokens.ran(self._measured_tokens, seconds)
+            self._pass_tokens.ran(self._measured_tokens, seconds if done_s is None else done_s)
             self._measured_tokens = 0
 
     def _order(self, with_rows: Iterable[str], newcomers: Iterable[_ModelQueue]) -> tuple[str, ...]:
