@@ -280,11 +280,12 @@ class Queues:
         """A turn is over that took so long. ``done_s``: after how long the device had done it, where another turn was
         inside."""
         self._shares.ran(kind, seconds)
+        took_s = seconds if done_s is None else done_s
         if self._measured_tokens:
-            self._pass_tokens.ran(self._measured_tokens, seconds if done_s is None else done_s)
+            self._pass_tokens.ran(self._measured_tokens, took_s)
             self._measured_tokens = 0
-        if kind == TRAIN and self._charged and seconds > 0:
-            self._settle(self._usual_time.ratio(sum(self._charged.values()), seconds))
+        if kind == TRAIN and self._charged and took_s > 0:
+            self._settle(self._usual_time.ratio(sum(self._charged.values()), took_s))
             self._charged = {}
 
     def _settle(self, ratio: float) -> None:
