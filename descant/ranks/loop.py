@@ -127,7 +127,7 @@ class TurnLoop:
                 self._take_requests()
                 trace.mark("take")
                 can_sample = self._sampling.has_work()
-                choice = self._queues.choose({SAMPLE} if can_sample else ())
+                choice = self._queues.choose({SAMPLE: self._sampling.num_models} if can_sample else {})
                 trace.mark("decide")
                 if choice.kind == IDLE:
                     if not self._stopped:
