@@ -156,6 +156,24 @@ _libc = ctypes.CDLL(None, use_errno=True)
 REAL: Disk = RealDisk()
 
 
+def exists(disk: Disk, path: PathLike) -> bool:
+    try:
+        disk.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def make_directory(disk: Disk, path: Path) -> None:
+    """Where none is yet; with its parent fsynced in either case, for who made it may have died before that."""
+    try:
+        disk.mkdir(path)
+    except FileExistsError:
+        if not disk.stat(path).is_directory:
+            raise
+    disk.fsync_directory(path.parent)
+
+
 def remove_tree(disk: Disk, path: PathLike) -> None:
     """A directory with all that is in it, or a file. What is not there is removed already; what else goes wrong is
     left: whoever removes it owes nobody that it is gone, and the next start tries again."""

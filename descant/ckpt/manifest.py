@@ -8,19 +8,40 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from descant.errors import Damaged, NotFound
+from descant.ckpt.disk import REAL, Disk
+from descant.errors import Damaged, NotFound, UserError
 from descant.types import FileEntry, Manifest, trainable_from_json, trainable_to_json
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
+DIGEST = "sha256"
+CHUNK_BYTES = 1 << 20
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     fields = dataclasses.asdict(manifest) | {"trainable": trainable_to_json(manifest.trainable), "format": FORMAT}
+    return seal(fields)
+
+
+def seal(fields: Mapping[str, Any]) -> bytes:
+    """JSON with a digest of itself, so that a changed bit is seen."""
+    return _dump({**fields, DIGEST: hashlib.sha256(_dump(fields)).hexdigest()})
+
+
+def unseal(body: bytes, *, where: str) -> dict[str, Any]:
+    """Raises ``Damaged`` for what is not as it was written, ``ValueError`` and ``KeyError`` for what never was."""
+    fields: dict[str, Any] = json.loads(body)
+    unsealed = {name: value for name, value in fields.items() if name != DIGEST}
+    if fields[DIGEST] != hashlib.sha256(_dump(unsealed)).hexdigest() or body != _dump(fields):
+        raise Damaged(f"{where} is not as it was written: it has another {DIGEST} than it says")
+    return unsealed
+
+
+def _dump(fields: Mapping[str, Any]) -> bytes:
     return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
 
 
@@ -30,6 +51,7 @@ def decode_manifest(body: bytes, *, where: str) -> Manifest:
         fields: dict[str, Any] = json.loads(body)
         if fields["format"] != FORMAT:
             raise Damaged(f"{where} has manifest format {fields['format']!r}, this version reads {FORMAT}")
+        fields = unseal(body, where=where)
         return Manifest(
             base=str(fields["base"]),
             owner=str(fields["owner"]),
@@ -43,11 +65,11 @@ def decode_manifest(body: bytes, *, where: str) -> Manifest:
         raise Damaged(f"{where} is not a checkpoint manifest: {type(error).__name__}: {error}") from None
 
 
-def read_manifest(directory: str | Path) -> Manifest:
+def read_manifest(directory: str | Path, *, disk: Disk = REAL) -> Manifest:
     """Raises ``NotFound`` where there is none, ``Damaged`` for one that cannot be read. Like all that clients may read,
     messages here are without the server's paths: who knows the checkpoint's name says it."""
     try:
-        return decode_manifest((Path(directory) / MANIFEST).read_bytes(), where=MANIFEST)
+        return decode_manifest(disk.read(Path(directory) / MANIFEST), where=MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound("there is no checkpoint") from None
     except OSError as error:
@@ -55,31 +77,62 @@ def read_manifest(directory: str | Path) -> Manifest:
 
 
 def read_verified(directory: str | Path, name: str, manifest: Manifest) -> bytes:
-    """The bytes of one of the manifest's files. Raises ``Damaged`` when they are not what was written."""
+    """The bytes of one of the manifest's files. Raises ``Damaged`` when they are not what was written, ``NotFound`` and
+    ``UserError`` when the checkpoint was deleted or replaced since its manifest was read."""
+    try:
+        return _read_verified(directory, name, manifest)
+    except Damaged as error:
+        try:
+            now = read_manifest(directory)
+        except Damaged:
+            raise error from None
+        if now != manifest:
+            raise UserError("the checkpoint was replaced while it was read; load it again") from None
+        raise
+
+
+def _read_verified(directory: str | Path, name: str, manifest: Manifest) -> bytes:
     entry = manifest.files.get(name)
     if entry is None:
         raise Damaged(f"its manifest names no {name}")
     try:
-        body = (Path(directory) / name).read_bytes()
+        body = REAL.read(Path(directory) / name)
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from None
     check_size(name, len(body), entry)
-    if hashlib.sha256(body).hexdigest() != entry.sha256:
-        raise Damaged(f"{name} has another sha256 than its manifest says")
+    _check_digest(name, hashlib.sha256(body).hexdigest(), entry)
     return body
 
 
-def check_file(directory: str | Path, name: str, entry: FileEntry) -> None:
+def check_file(directory: str | Path, name: str, entry: FileEntry, *, disk: Disk = REAL) -> None:
     """Raises ``Damaged`` for a file that is not there, or not of its size."""
     if Path(name).name != name:
         raise Damaged(f"{name!r} of the manifest is not a plain file name")
     try:
-        size = (Path(directory) / name).stat().st_size
+        size = disk.stat(Path(directory) / name).size_bytes
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from None
     check_size(name, size, entry)
+
+
+def check_digest(directory: str | Path, name: str, entry: FileEntry, *, disk: Disk = REAL) -> None:
+    """Reads all of a file. Raises ``Damaged`` for one that is not there, or is not what was written."""
+    check_file(directory, name, entry, disk=disk)
+    digest = hashlib.sha256()
+    try:
+        with disk.open(Path(directory) / name) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+    _check_digest(name, digest.hexdigest(), entry)
+
+
+def _check_digest(name: str, sha256: str, entry: FileEntry) -> None:
+    if sha256 != entry.sha256:
+        raise Damaged(f"{name} has another sha256 than its manifest says")
 
 
 def check_size(name: str, size: int, entry: FileEntry) -> None:
@@ -92,18 +145,12 @@ def damaged(uri: str, why: Damaged) -> Damaged:
     return Damaged(f"checkpoint {uri} is damaged: {why}; load another")
 
 
-def write_durable(path: str | Path, body: bytes) -> FileEntry:
+def write_durable(path: str | Path, body: bytes, *, disk: Disk = REAL) -> FileEntry:
     """Writes a new file and waits until the disk has it. (Its directory is fsynced when it is published.)"""
-    with open(path, "xb") as file:
-        file.write(body)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(size_bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
-
-
-def fsync_directory(path: str | Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    file = disk.create(path)
     try:
-        os.fsync(fd)
+        file.write(body)
+        file.fsync()
     finally:
-        os.close(fd)
+        file.close()
+    return FileEntry(size_bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
