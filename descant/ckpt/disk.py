@@ -180,7 +180,7 @@ def remove_tree(disk: Disk, path: PathLike) -> None:
     try:
         is_directory = disk.stat(path).is_directory
         for name in disk.listdir(path) if is_directory else ():
-            remove_tree(disk, Path(path) / name)
+            remove_tree(disk, os.path.join(path, name))
         (disk.rmdir if is_directory else disk.unlink)(path)
     except OSError:
         pass

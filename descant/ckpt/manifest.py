@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,21 +29,22 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def seal(fields: Mapping[str, Any]) -> bytes:
-    """JSON with a digest of itself, so that a changed bit is seen."""
-    return _dump({**fields, DIGEST: hashlib.sha256(_dump(fields)).hexdigest()})
+    """JSON whose last line is a digest of all before it, so that a changed bit is seen."""
+    head = json.dumps(fields, indent=1, sort_keys=True).encode().removesuffix(b"\n}")
+    return head + _tail(head)
 
 
 def unseal(body: bytes, *, where: str) -> dict[str, Any]:
-    """Raises ``Damaged`` for what is not as it was written, ``ValueError`` and ``KeyError`` for what never was."""
+    """Raises ``Damaged`` for what is not as it was written, ``ValueError`` for what never was."""
     fields: dict[str, Any] = json.loads(body)
-    unsealed = {name: value for name, value in fields.items() if name != DIGEST}
-    if fields[DIGEST] != hashlib.sha256(_dump(unsealed)).hexdigest() or body != _dump(fields):
+    head = body[: -len(_tail(b""))]
+    if body != head + _tail(head):
         raise Damaged(f"{where} is not as it was written: it has another {DIGEST} than it says")
-    return unsealed
+    return {name: value for name, value in fields.items() if name != DIGEST}
 
 
-def _dump(fields: Mapping[str, Any]) -> bytes:
-    return json.dumps(fields, indent=1, sort_keys=True).encode() + b"\n"
+def _tail(head: bytes) -> bytes:
+    return b',\n "%s": "%s"\n}\n' % (DIGEST.encode(), hashlib.sha256(head).hexdigest().encode())
 
 
 def decode_manifest(body: bytes, *, where: str) -> Manifest:
@@ -69,7 +71,7 @@ def read_manifest(directory: str | Path, *, disk: Disk = REAL) -> Manifest:
     """Raises ``NotFound`` where there is none, ``Damaged`` for one that cannot be read. Like all that clients may read,
     messages here are without the server's paths: who knows the checkpoint's name says it."""
     try:
-        return decode_manifest(disk.read(Path(directory) / MANIFEST), where=MANIFEST)
+        return decode_manifest(disk.read(os.path.join(directory, MANIFEST)), where=MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound("there is no checkpoint") from None
     except OSError as error:
@@ -96,7 +98,7 @@ def _read_verified(directory: str | Path, name: str, manifest: Manifest) -> byte
     if entry is None:
         raise Damaged(f"its manifest names no {name}")
     try:
-        body = REAL.read(Path(directory) / name)
+        body = REAL.read(os.path.join(directory, name))
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error.strerror}") from None
     check_size(name, len(body), entry)
@@ -106,10 +108,10 @@ def _read_verified(directory: str | Path, name: str, manifest: Manifest) -> byte
 
 def check_file(directory: str | Path, name: str, entry: FileEntry, *, disk: Disk = REAL) -> None:
     """Raises ``Damaged`` for a file that is not there, or not of its size."""
-    if Path(name).name != name:
+    if os.path.basename(name) != name or name in ("", ".", ".."):
         raise Damaged(f"{name!r} of the manifest is not a plain file name")
     try:
-        size = disk.stat(Path(directory) / name).size_bytes
+        size = disk.stat(os.path.join(directory, name)).size_bytes
     except FileNotFoundError:
         raise Damaged(f"{name} is missing") from None
     except OSError as error:
@@ -122,7 +124,7 @@ def check_digest(directory: str | Path, name: str, entry: FileEntry, *, disk: Di
     check_file(directory, name, entry, disk=disk)
     digest = hashlib.sha256()
     try:
-        with disk.open(Path(directory) / name) as file:
+        with disk.open(os.path.join(directory, name)) as file:
             while chunk := file.read(CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:

@@ -81,11 +81,14 @@ class CheckpointDirectory:
         self._unsettled: set[Path] = set()
         """Attempts of which nobody knows whether the disk has their rename: nothing of them is removed before the next
         start, which fsyncs first."""
-        above = self.root.parent
-        while not exists(disk, above):
-            above = above.parent
+        for above in reversed(self.root.parents):
+            if not exists(disk, above):
+                make_directory(disk, above)
+                continue
+            with suppress(OSError):  # who made it may have died before the disk had it; it may be nobody's of ours
+                disk.fsync_directory(above.parent)
         for directory in (self.root / MODELS, self.root / ATTEMPTS):
-            self._make_directories(directory, above=above)
+            self._make_directories(directory, above=self.root.parent)
         self.epoch = None if beside else self._begin_epoch()
         if not beside:
             self._clean()
@@ -210,7 +213,7 @@ class CheckpointDirectory:
             final = aside.with_name(aside.name[1:].removesuffix(REPLACED))
             if exists(self._disk, final):
                 self._disk.fsync_directory(final.parent)
-                remove_tree(self._disk, aside)
+                remove_tree(self._disk, self._put_away(aside))
             else:  # the process died between the two renames of ``_publish``
                 self._disk.rename(aside, final)
 
@@ -262,7 +265,16 @@ class CheckpointDirectory:
             undo()
             raise
         self._settle(final.parent, attempt, undo=undo)
-        return aside
+        return self._put_away(aside)
+
+    def _put_away(self, aside: Path) -> Path:
+        """A replaced checkpoint where nothing brings it back, also when its replacement is deleted and the disk then
+        cut off; returns where it lies."""
+        gone = self._fresh()
+        with suppress(OSError):  # what has replaced it is safe
+            self._disk.rename(aside, gone)
+            self._disk.fsync_directory(aside.parent)
+        return gone
 
     def _settle(self, parent: Path, attempt: Path, *, undo: Callable[[], object]) -> None:
         """The disk has what was renamed in ``parent``. Where it does not take it, it is renamed back. Then nobody knows
