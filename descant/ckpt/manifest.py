@@ -119,6 +119,15 @@ def check_file(directory: str | Path, name: str, entry: FileEntry, *, disk: Disk
     check_size(name, size, entry)
 
 
+def verify(directory: str | Path, *, disk: Disk = REAL) -> Manifest:
+    """Reads all of a checkpoint. Raises ``NotFound`` where there is none, ``Damaged`` naming a file that is not what
+    was written."""
+    manifest = read_manifest(directory, disk=disk)
+    for name, entry in manifest.files.items():
+        check_digest(directory, name, entry, disk=disk)
+    return manifest
+
+
 def check_digest(directory: str | Path, name: str, entry: FileEntry, *, disk: Disk = REAL) -> None:
     """Reads all of a file. Raises ``Damaged`` for one that is not there, or is not what was written."""
     check_file(directory, name, entry, disk=disk)

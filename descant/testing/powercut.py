@@ -40,7 +40,7 @@ import safetensors.numpy
 from sqlalchemy import Connection, text
 
 from descant.ckpt.disk import Disk, PathLike, RealDisk
-from descant.ckpt.manifest import check_digest, write_durable
+from descant.ckpt.manifest import verify, write_durable
 from descant.ckpt.store import CheckpointDirectory
 from descant.errors import Damaged, NotFound
 from descant.service.database import Database
@@ -229,9 +229,7 @@ class CheckpointWriter:
 
     def _read(self, store: CheckpointDirectory, name: CheckpointName, findings: Findings) -> int | None:
         try:
-            checkpoint = store.open(name)
-            for file, entry in checkpoint.manifest.files.items():
-                check_digest(checkpoint.directory, file, entry)
+            return verify(store.open(name).directory).step
         except NotFound:
             return None
         except Damaged as error:
@@ -239,7 +237,6 @@ class CheckpointWriter:
             print(error, flush=True)
             store.delete(name)
             return None
-        return checkpoint.manifest.step
 
 
 @dataclass
