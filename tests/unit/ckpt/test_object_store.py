@@ -1,0 +1,262 @@
+"""Checkpoints in an object store that refuses, is slow, loses answers, changes bytes, and is used by two servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import obstore
+import pytest
+
+from descant.ckpt.local_copies import READ_WITHIN_S
+from descant.ckpt.manifest import read_verified
+from descant.ckpt.object_store import LEFT_ALONE, ObjectCheckpointStore
+from descant.ckpt.remote import Remote, check_url, public_name
+from descant.errors import CannotStore, Damaged, NotFound, ServerError, UserError
+from descant.testing.checkpoint_store import NAME, body_of, committed, written
+from descant.testing.s3_server import BUCKET, ENVIRONMENT, Proxy, s3_server
+from descant.types import Checkpoint, CheckpointName
+
+FILE = "adapter_model.safetensors"
+TIMEOUT_S = 1.0
+OTHER = CheckpointName(model_id=NAME.model_id, type="weights", name="b")
+
+
+@pytest.fixture
+def remote() -> Remote:
+    return Remote("memory:///")
+
+
+async def started(remote: Remote, local: Path, max_local_bytes: int = 1 << 20) -> ObjectCheckpointStore:
+    store = ObjectCheckpointStore(remote, local, max_local_bytes=max_local_bytes)
+    await store.start()
+    return store
+
+
+@pytest.fixture
+async def store(remote: Remote, tmp_path: Path) -> AsyncIterator[ObjectCheckpointStore]:
+    return await started(remote, tmp_path / "local")
+
+
+def paths(remote: Remote) -> list[str]:
+    return sorted(info["path"] for page in obstore.list(remote.store) for info in page)
+
+
+def attempts(remote: Remote) -> set[str]:
+    return {path.split("/")[1] for path in paths(remote) if path.startswith("files/")}
+
+
+def is_there(checkpoint: Checkpoint) -> bool:
+    """Its local copy."""
+    return Path(checkpoint.directory).exists()
+
+
+async def test_where_a_checkpoint_lies(remote: Remote, tmp_path: Path) -> None:
+    checkpoint = await committed(await started(remote, tmp_path), NAME, b"one")
+    attempt = Path(checkpoint.directory).name
+    assert attempt.startswith("1-")
+    assert paths(remote) == ["epoch", f"files/{attempt}/{FILE}", "names/session=3Atrain=3A0/weights/a"]
+
+
+async def test_another_server_fetches_what_one_has_saved(remote: Remote, tmp_path: Path) -> None:
+    one = await committed(await started(remote, tmp_path / "one"), NAME, b"one" * 1000)
+    other = await started(remote, tmp_path / "other")
+    found = await other.open(NAME)
+    assert found.directory != one.directory
+    assert found.manifest == one.manifest
+    assert read_verified(found.directory, FILE, found.manifest) == b"one" * 1000
+    again = await asyncio.gather(*(other.open(NAME) for _ in range(5)))
+    assert {checkpoint.directory for checkpoint in again} == {found.directory}
+
+
+async def test_a_replacement_removes_what_it_replaces(store: ObjectCheckpointStore, remote: Remote) -> None:
+    one = await committed(store, NAME, b"one")
+    other = await committed(store, NAME, b"other")
+    assert attempts(remote) == {Path(other.directory).name}
+    assert not is_there(one)
+    await store.delete(NAME)
+    assert paths(remote) == ["epoch"]
+
+
+async def test_a_server_whose_time_is_over_commits_nothing(remote: Remote, tmp_path: Path) -> None:
+    old = await started(remote, tmp_path / "old")
+    attempt, manifest = await written(old, NAME, b"old")
+    new = await started(remote, tmp_path / "new")
+    with pytest.raises(CannotStore, match="another server has begun epoch 2 of memory:///, and this one's was 1"):
+        await old.commit(NAME, attempt, manifest)
+    with pytest.raises(ServerError, match="was written under epoch 1"):
+        await new.commit(NAME, attempt, manifest)
+    with pytest.raises(NotFound):
+        await new.open(NAME)
+    assert paths(remote) == ["epoch"]
+
+
+async def test_two_commits_of_one_name_do_not_mix(store: ObjectCheckpointStore, remote: Remote) -> None:
+    """Each finds the other's object, or none, in the place of which it is put: one of them is kept."""
+    both = [await written(store, NAME, body) for body in (b"one", b"other")]
+    results = await asyncio.gather(*(store.commit(NAME, *attempt) for attempt in both), return_exceptions=True)
+    refused = [result for result in results if isinstance(result, BaseException)]
+    assert len(refused) == 1
+    assert "was saved or deleted by another server meanwhile" in str(refused[0])
+    assert body_of(await store.open(NAME)) in (b"one", b"other")
+    assert len(attempts(remote)) == 1
+
+
+async def test_a_start_removes_what_nobody_names_once_it_is_old(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = await committed(await started(remote, tmp_path / "one"), NAME, b"kept")
+    obstore.put(remote.store, f"files/1-dead/{FILE}", b"left by a server that died")
+    await started(remote, tmp_path / "two")
+    assert attempts(remote) == {Path(kept.directory).name, "1-dead"}
+    monkeypatch.setattr("descant.ckpt.object_store.LEFT_ALONE", -LEFT_ALONE)
+    store = await started(remote, tmp_path / "three")
+    assert attempts(remote) == {Path(kept.directory).name}
+    assert body_of(await store.open(NAME)) == b"kept"
+    assert timedelta(minutes=30) < LEFT_ALONE
+
+
+@pytest.mark.parametrize("body", [b"two", b"on", b"ones"], ids=["other bytes", "shorter", "longer"])
+async def test_what_was_changed_there_is_not_opened(remote: Remote, tmp_path: Path, body: bytes) -> None:
+    one = await committed(await started(remote, tmp_path / "one"), NAME, b"one")
+    obstore.put(remote.store, f"files/{Path(one.directory).name}/{FILE}", body)
+    other = await started(remote, tmp_path / "other")
+    with pytest.raises(Damaged, match=FILE):
+        await other.open(NAME)
+    assert list((tmp_path / "other" / "fetched").iterdir()) == list((tmp_path / "other" / "attempts").iterdir()) == []
+
+
+async def test_the_least_recently_opened_copies_go(remote: Remote, tmp_path: Path) -> None:
+    now = [0.0]
+    store = ObjectCheckpointStore(remote, tmp_path, max_local_bytes=250, monotonic=lambda: now[0])
+    await store.start()
+    a, b = await committed(store, NAME, bytes(100)), await committed(store, OTHER, bytes(100))
+    now[0] += READ_WITHIN_S
+    await store.open(NAME)
+    c = await committed(store, CheckpointName(model_id="m", type="weights", name="c"), bytes(100))
+    assert [is_there(checkpoint) for checkpoint in (a, b, c)] == [True, False, True]
+    assert body_of(await store.open(OTHER)) == bytes(100), "it is fetched again"
+    assert is_there(a), "it was opened a moment ago"
+
+
+async def test_copies_of_an_earlier_process_are_not_trusted(remote: Remote, tmp_path: Path) -> None:
+    one = await committed(await started(remote, tmp_path), NAME, b"one")
+    (Path(one.directory) / FILE).write_bytes(b"two")
+    assert body_of(await (await started(remote, tmp_path)).open(NAME)) == b"one"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("ftp://bucket", "checkpoints.url is 'ftp://bucket', expected s3://BUCKET/PREFIX"),
+        ("s3:///prefix", "expected s3://BUCKET/PREFIX"),
+        ("/a/directory", "or nothing, for the data directory"),
+        ("https://key:secret@host/bucket?sig=secret", "'https://host/bucket'"),
+    ],
+)
+def test_a_url_that_is_none_is_refused(url: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as raised:
+        check_url(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_store_is_named_without_secrets() -> None:
+    assert public_name("s3://key:secret@bucket/prefix?x=secret#secret") == "s3://bucket/prefix"
+
+
+# ------------------------------------------------------------------------------------------------------ S3, and trouble
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    with Proxy(s3) as proxy:
+        for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": proxy.url}).items():
+            monkeypatch.setenv(name, value)
+        yield proxy
+
+
+@pytest.fixture
+async def s3_store(proxy: Proxy, tmp_path: Path) -> ObjectCheckpointStore:
+    remote = Remote(f"s3://{BUCKET}/{tmp_path.name}", timeout_s=TIMEOUT_S)
+    return await started(remote, tmp_path / "local")
+
+
+@pytest.mark.parametrize("trouble", ["503", "503 to writes", "silence", "no permission"])
+async def test_a_save_that_the_store_refuses_fails_and_the_next_works(
+    s3_store: ObjectCheckpointStore, proxy: Proxy, trouble: str
+) -> None:
+    attempt, manifest = await written(s3_store, NAME, b"one")
+    match trouble:
+        case "503":
+            proxy.answers(503)
+        case "503 to writes":
+            proxy.answers(503, "PUT")
+        case "silence":
+            proxy.is_silent()
+        case "no permission":
+            proxy.answers(403)
+    why = {"silence": "did not answer in time", "no permission": "does not let the server in"}
+    with pytest.raises(CannotStore, match=why.get(trouble, "answered HTTP 503")) as raised:
+        await s3_store.commit(NAME, attempt, manifest)
+    said = str(raised.value)
+    assert s3_store.remote.name in said
+    assert not any(secret in said for secret in (*ENVIRONMENT.values(), proxy.url, str(s3_store.remote.store)))
+    await s3_store.abandon(attempt)
+    proxy.sends_on()
+    assert await s3_store.list() == []
+    assert body_of(await committed(s3_store, NAME, b"two")) == b"two"
+    assert body_of(await s3_store.open(NAME)) == b"two"
+
+
+async def test_a_store_that_is_in_trouble_while_one_reads_is_named(
+    s3_store: ObjectCheckpointStore, proxy: Proxy
+) -> None:
+    await committed(s3_store, NAME, b"one")
+    proxy.answers(500)
+    with pytest.raises(ServerError, match=f"the object store {s3_store.remote.name} answered HTTP 500"):
+        await s3_store.open(NAME)
+    proxy.sends_on()
+    assert body_of(await s3_store.open(NAME)) == b"one"
+
+
+async def test_a_commit_whose_answer_is_lost_is_whole_whatever_was_said(
+    s3_store: ObjectCheckpointStore, proxy: Proxy
+) -> None:
+    """The name was put, the store says 503, and says so for ever: it is asked, and knows."""
+    attempt, manifest = await written(s3_store, NAME, b"one")
+    proxy.loses_answer("PUT", "/names/")
+    await s3_store.commit(NAME, attempt, manifest)
+    proxy.sends_on()
+    assert body_of(await s3_store.open(NAME)) == b"one"
+    assert [checkpoint.name for checkpoint in await s3_store.list()] == [NAME]
+
+
+async def test_a_bucket_that_is_not_there_is_named(proxy: Proxy, tmp_path: Path) -> None:
+    store = ObjectCheckpointStore(Remote("s3://nowhere/x", timeout_s=TIMEOUT_S), tmp_path, max_local_bytes=1)
+    with pytest.raises(ServerError, match="the object store s3://nowhere/x has no such bucket"):
+        await store.start()
+
+
+async def test_a_server_that_is_not_there_is_named(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    store = ObjectCheckpointStore(Remote("s3://nowhere/x", timeout_s=TIMEOUT_S), tmp_path, max_local_bytes=1)
+    with pytest.raises(ServerError, match="the object store s3://nowhere/x cannot be reached"):
+        await store.start()
+
+
+async def test_a_large_file_travels_in_parts(s3_store: ObjectCheckpointStore, proxy: Proxy, tmp_path: Path) -> None:
+    body = bytes(range(256)) * (80 << 10)  # 20 MiB
+    await committed(s3_store, NAME, body)
+    assert sum("uploadId" in request for request in proxy.requests) > 3
+    other = await started(s3_store.remote, tmp_path / "other", max_local_bytes=1)
+    assert body_of(await other.open(NAME)) == body
