@@ -45,6 +45,11 @@ def check_url(url: str) -> None:
             f"checkpoints.url is {public_name(url)!r}, expected "
             f"{', '.join(f'{scheme}://BUCKET/PREFIX' for scheme in SCHEMES[:-1])} or nothing, for the data directory"
         )
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise UserError(
+            f"checkpoints.url {public_name(url)} has a user or a query, expected neither: credentials are found in the "
+            "environment"
+        )
 
 
 def public_name(url: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 from descant.ckpt.local_copies import READ_WITHIN_S
 from descant.ckpt.manifest import read_verified
 from descant.ckpt.object_store import LEFT_ALONE, ObjectCheckpointStore
-from descant.ckpt.remote import Remote, check_url, public_name
+from descant.ckpt.remote import ObjectInfo, Remote, check_url, public_name
 from descant.errors import CannotStore, Damaged, NotFound, ServerError, UserError
 from descant.testing.checkpoint_store import NAME, body_of, committed, written
 from descant.testing.s3_server import BUCKET, ENVIRONMENT, Proxy, s3_server
@@ -93,13 +93,36 @@ async def test_a_server_whose_time_is_over_commits_nothing(remote: Remote, tmp_p
     assert paths(remote) == ["epoch"]
 
 
-async def test_two_commits_of_one_name_do_not_mix(store: ObjectCheckpointStore, remote: Remote) -> None:
-    """Each finds the other's object, or none, in the place of which it is put: one of them is kept."""
+class Meeting(Remote):
+    """Two who look a name up see the same."""
+
+    def __init__(self) -> None:
+        super().__init__("memory:///")
+        self.both = asyncio.Barrier(2)
+        self.left = 2
+
+    async def get(self, path: str) -> tuple[bytes, ObjectInfo]:
+        try:
+            return await super().get(path)
+        finally:
+            if path.startswith("names/") and self.left > 0:
+                self.left -= 1
+                await self.both.wait()
+
+
+@pytest.mark.parametrize("is_replacement", [False, True], ids=["the first", "a replacement"])
+async def test_of_two_commits_of_one_name_one_is_kept(tmp_path: Path, is_replacement: bool) -> None:
+    """Each is put only in place of what it found there."""
+    remote = Meeting()
+    store = await started(remote, tmp_path)
+    if is_replacement:
+        remote.left = 0
+        await committed(store, NAME, b"zero")
+        remote.left = 2
     both = [await written(store, NAME, body) for body in (b"one", b"other")]
     results = await asyncio.gather(*(store.commit(NAME, *attempt) for attempt in both), return_exceptions=True)
-    refused = [result for result in results if isinstance(result, BaseException)]
-    assert len(refused) == 1
-    assert "was saved or deleted by another server meanwhile" in str(refused[0])
+    [refused] = [result for result in results if isinstance(result, BaseException)]
+    assert "was saved or deleted by another server meanwhile" in str(refused)
     assert body_of(await store.open(NAME)) in (b"one", b"other")
     assert len(attempts(remote)) == 1
 
@@ -154,6 +177,7 @@ async def test_copies_of_an_earlier_process_are_not_trusted(remote: Remote, tmp_
         ("s3:///prefix", "expected s3://BUCKET/PREFIX"),
         ("/a/directory", "or nothing, for the data directory"),
         ("https://key:secret@host/bucket?sig=secret", "'https://host/bucket'"),
+        ("s3://key:secret@bucket", "has a user or a query, expected neither: credentials are found in the environment"),
     ],
 )
 def test_a_url_that_is_none_is_refused(url: str, says: str) -> None:
