@@ -76,12 +76,14 @@ class ObjectCheckpointStore:
         *,
         max_local_bytes: int,
         monotonic: Callable[[], float] = time.monotonic,
+        left_alone: timedelta = LEFT_ALONE,
     ):
         """``local``: a directory for attempts and copies, of this server alone; what is in these is removed.
-        ``max_local_bytes``: of copies. ``monotonic``: seconds."""
+        ``max_local_bytes``: of copies. ``monotonic``: seconds. ``left_alone``: how long what nobody names stays."""
         self.remote = remote
         self._local = Path(local)
         self._copies = LocalCopies(self._local / FETCHED, max_local_bytes, monotonic)
+        self._left_alone = left_alone
         self._epoch = 0
         self._num_commits = 0
         self._known: dict[str, tuple[Mapping[str, str], Named]] = {}
@@ -218,7 +220,7 @@ class ObjectCheckpointStore:
         for directory in await self.remote.directories(FILES):
             if directory.rpartition("/")[2] not in live:
                 objects = await self.remote.list(directory + "/")
-                if all(epoch.modified - found.modified > LEFT_ALONE for found in objects):
+                if all(epoch.modified - found.modified > self._left_alone for found in objects):
                     await self.remote.delete([found.path for found in objects])
 
     # ------------------------------------------------------------------------------------------------ names

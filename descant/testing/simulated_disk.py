@@ -195,21 +195,29 @@ class SimulatedDisk:
         self._do({name: inode}, f"mkdir {path}")
 
     def rename(self, source: PathLike, target: PathLike) -> None:
-        inode, old, new = self._inode(source), self._name(source), self._name(target)
-        self._begin(f"rename {source} to {target}")
+        old, new = self._name(source), self._name(target)
+        inode = self._inode(source)
         replaced = self._now.get(new)
+        if self._is_below(target, inode):
+            raise _error(errno.EINVAL, target)
+        if replaced is not None and self._is_below(source, replaced):
+            raise _error(errno.ENOTEMPTY, target)
         if replaced is not None and (replaced in self.directories) != (inode in self.directories):
             raise _error(errno.ENOTDIR if inode in self.directories else errno.EISDIR, target)
+        if old == new:
+            return
         if replaced in self.directories and self._children[replaced or ROOT]:
             raise _error(errno.ENOTEMPTY, target)
+        self._begin(f"rename {source} to {target}")
         self._do({old: None, new: inode}, f"rename {source} to {target}")
 
     def exchange(self, one: PathLike, other: PathLike) -> bool:
-        if not self.can_exchange:
-            return False
+        names = self._name(one), self._name(other)
         first, second = self._inode(one), self._inode(other)
+        if not self.can_exchange or self._is_below(one, second) or self._is_below(other, first):
+            return False
         self._begin(f"exchange {one} and {other}")
-        self._do({self._name(one): second, self._name(other): first}, f"exchange {one} and {other}")
+        self._do({names[0]: second, names[1]: first}, f"exchange {one} and {other}")
         return True
 
     def unlink(self, path: PathLike) -> None:
@@ -311,6 +319,14 @@ class SimulatedDisk:
                 raise _error(errno.ENOENT, path)
             inode = found
         return inode
+
+    def _is_below(self, path: PathLike, directory: int) -> bool:
+        parent = os.path.dirname(os.fspath(path))
+        while parent.strip("/"):
+            if self._inode(parent) == directory:
+                return True
+            parent = os.path.dirname(parent)
+        return False
 
     def tree(self) -> set[Path]:
         """Every file that can be reached."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import obstore
 import pytest
@@ -21,6 +22,7 @@ from descant.types import Checkpoint, CheckpointName
 
 FILE = "adapter_model.safetensors"
 TIMEOUT_S = 1.0
+T = TypeVar("T")
 OTHER = CheckpointName(model_id=NAME.model_id, type="weights", name="b")
 
 
@@ -29,8 +31,10 @@ def remote() -> Remote:
     return Remote("memory:///")
 
 
-async def started(remote: Remote, local: Path, max_local_bytes: int = 1 << 20) -> ObjectCheckpointStore:
-    store = ObjectCheckpointStore(remote, local, max_local_bytes=max_local_bytes)
+async def started(
+    remote: Remote, local: Path, *, max_local_bytes: int = 1 << 20, left_alone: timedelta = LEFT_ALONE
+) -> ObjectCheckpointStore:
+    store = ObjectCheckpointStore(remote, local, max_local_bytes=max_local_bytes, left_alone=left_alone)
     await store.start()
     return store
 
@@ -127,18 +131,98 @@ async def test_of_two_commits_of_one_name_one_is_kept(tmp_path: Path, is_replace
     assert len(attempts(remote)) == 1
 
 
-async def test_a_start_removes_what_nobody_names_once_it_is_old(
-    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+AT_ONCE = timedelta(days=-1)
+
+
+async def test_a_start_removes_what_nobody_names_once_it_is_old(remote: Remote, tmp_path: Path) -> None:
     kept = await committed(await started(remote, tmp_path / "one"), NAME, b"kept")
     obstore.put(remote.store, f"files/1-dead/{FILE}", b"left by a server that died")
     await started(remote, tmp_path / "two")
     assert attempts(remote) == {Path(kept.directory).name, "1-dead"}
-    monkeypatch.setattr("descant.ckpt.object_store.LEFT_ALONE", -LEFT_ALONE)
-    store = await started(remote, tmp_path / "three")
+    store = await started(remote, tmp_path / "three", left_alone=AT_ONCE)
     assert attempts(remote) == {Path(kept.directory).name}
     assert body_of(await store.open(NAME)) == b"kept"
-    assert timedelta(minutes=30) < LEFT_ALONE
+
+
+class Interrupted(Remote):
+    """Something happens before a part of a file is fetched."""
+
+    def __init__(self, then: Callable[[], Awaitable[object]]):
+        super().__init__("memory:///")
+        self.then: Callable[[], Awaitable[object]] | None = then
+
+    async def get_range(self, path: str, start: int, end: int) -> memoryview:
+        then, self.then = self.then, None
+        if then is not None:
+            await then()
+        return await super().get_range(path, start, end)
+
+
+@pytest.mark.parametrize("what", ["deleted", "replaced"])
+async def test_what_is_deleted_or_replaced_while_it_is_fetched_is_said_to_be(tmp_path: Path, what: str) -> None:
+    async def change() -> None:
+        await (one.delete(NAME) if what == "deleted" else committed(one, NAME, b"two"))
+
+    remote = Interrupted(change)
+    other = await started(remote, tmp_path / "other")
+    one = await started(remote, tmp_path / "one")
+    await committed(one, NAME, b"one")
+    expected = (NotFound, "there is no checkpoint") if what == "deleted" else (UserError, "open it again")
+    with pytest.raises(expected[0], match=expected[1]):
+        await other.open(NAME)
+    if what == "replaced":
+        assert body_of(await other.open(NAME)) == b"two"
+
+
+class Killed(BaseException):
+    pass
+
+
+class Dying(Remote):
+    """The process dies at its ``nth`` request, before or after it was done; from then on nothing of it is done."""
+
+    def __init__(self, nth: int, *, after: bool):
+        super().__init__("memory:///")
+        self.left = nth
+        self.after = after
+
+    async def _ask(self, request: Callable[[], Awaitable[T]], *, writes: bool = False, in_parts: bool = False) -> T:
+        self.left -= 1
+        if self.left < 0 or (self.left == 0 and not self.after):
+            raise Killed
+        result = await super()._ask(request, writes=writes, in_parts=in_parts)
+        if self.left == 0:
+            raise Killed
+        return result
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_a_server_that_dies_at_any_request_leaves_whole_checkpoints(tmp_path: Path, after: bool) -> None:
+    """What was acknowledged is there, what is there is whole, and nothing else stays."""
+    for nth in range(1, 1000):
+        remote = Dying(nth, after=after)
+        there: dict[CheckpointName, set[bytes | None]] = {NAME: {None}, OTHER: {None}}
+        try:
+            store = await started(remote, tmp_path / f"{nth}")
+            for name, body in ((NAME, b"one"), (NAME, b"two"), (OTHER, b"three"), (OTHER, None), (NAME, b"four")):
+                there[name].add(body)
+                await (store.delete(name) if body is None else committed(store, name, body))
+                there[name] = {body}
+            break
+        except Killed:
+            remote.left = 10**6
+        again = await started(remote, tmp_path / f"{nth} again", left_alone=AT_ONCE)
+        listed = {checkpoint.name: checkpoint for checkpoint in await again.list()}
+        for name, bodies in there.items():
+            if name not in listed:
+                assert None in bodies
+                with pytest.raises(NotFound):
+                    await again.open(name)
+                continue
+            found = await again.open(name)
+            assert read_verified(found.directory, FILE, found.manifest) in bodies
+        assert attempts(remote) == {Path(checkpoint.directory).name for checkpoint in listed.values()}
+    assert nth > 30
 
 
 @pytest.mark.parametrize("body", [b"two", b"on", b"ones"], ids=["other bytes", "shorter", "longer"])
