@@ -9,13 +9,24 @@ import random
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from descant.ckpt.disk import DiskFile, PathLike, RealDisk
-from descant.ckpt.manifest import MANIFEST, decode_manifest, encode_manifest, read_verified, seal
-from descant.ckpt.store import DirCheckpointStore
+from descant.ckpt.manifest import (
+    MANIFEST,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+    read_verified,
+    seal,
+    write_durable,
+)
+from descant.ckpt.store import CheckpointDirectory, DirCheckpointStore
 from descant.errors import CannotStore, Damaged, NotFound, ServerError, UserError
 from descant.testing.checkpoint_store import NAME, body_of, committed, written
 from descant.types import CheckpointName, FileEntry, Full, Lora, Manifest, Trainable
@@ -252,3 +263,46 @@ async def test_an_epoch_that_cannot_be_read_stops_the_start(tmp_path: Path) -> N
     (tmp_path / "epoch").write_text("two")
     with pytest.raises(ServerError, match="expected a number: how often a server has started here"):
         DirCheckpointStore(tmp_path)
+
+
+def test_a_reader_gets_its_bytes_or_a_sentence_never_a_half(tmp_path: Path) -> None:
+    """One thread saves, replaces and deletes; another opens, and reads file by file as a rank does."""
+    store = CheckpointDirectory(tmp_path)
+    files = ("adapter_model.safetensors", "optimizer.safetensors")
+    ended = threading.Event()
+    outcomes: Counter[str] = Counter()
+
+    def read() -> None:
+        while not ended.is_set():
+            try:
+                found = store.open(NAME)
+                manifest = read_manifest(found.directory)
+                bodies = {read_verified(found.directory, file, manifest) for file in files}
+                outcomes["whole" if bodies == {b"%d" % manifest.step * 1000} else "half"] += 1
+            except NotFound:
+                outcomes["not there"] += 1
+            except Damaged as error:
+                outcomes[f"damaged: {error}"] += 1
+            except UserError as error:
+                outcomes[str(error)] += 1
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for step in range(1, 300):
+            attempt = store.attempt(NAME)
+            body = b"%d" % step * 1000
+            entries = {file: write_durable(Path(attempt) / file, body) for file in files}
+            store.commit(NAME, attempt, replace(EMPTY, step=step, files=entries))
+            if step % 3 == 0:
+                store.delete(NAME)
+    finally:
+        ended.set()
+        reader.join()
+    assert outcomes["whole"] > 0
+    assert outcomes.keys() <= {"whole", "not there", "the checkpoint was replaced while it was read; load it again"}
+
+
+EMPTY = Manifest(
+    base="b", owner="o", trainable=Lora(rank=4, seed=0), step=0, applied_seq_id=1, has_optimizer=True, files={}
+)
