@@ -108,8 +108,7 @@ def _read_verified(directory: str | Path, name: str, manifest: Manifest) -> byte
 
 def check_file(directory: str | Path, name: str, entry: FileEntry, *, disk: Disk = REAL) -> None:
     """Raises ``Damaged`` for a file that is not there, or not of its size."""
-    if os.path.basename(name) != name or name in ("", ".", ".."):
-        raise Damaged(f"{name!r} of the manifest is not a plain file name")
+    check_name(name)
     try:
         size = disk.stat(os.path.join(directory, name)).size_bytes
     except FileNotFoundError:
@@ -144,6 +143,12 @@ def check_digest(directory: str | Path, name: str, entry: FileEntry, *, disk: Di
 def _check_digest(name: str, sha256: str, entry: FileEntry) -> None:
     if sha256 != entry.sha256:
         raise Damaged(f"{name} has another sha256 than its manifest says")
+
+
+def check_name(name: str) -> None:
+    """Raises ``Damaged`` for what would lie outside of the checkpoint's directory."""
+    if os.path.basename(name) != name or name in ("", ".", ".."):
+        raise Damaged(f"{name!r} of the manifest is not a plain file name")
 
 
 def check_size(name: str, size: int, entry: FileEntry) -> None:

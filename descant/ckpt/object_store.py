@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from descant.ckpt.disk import REAL, remove_tree
 from descant.ckpt.local_copies import LocalCopies, check_files
 from descant.ckpt.manifest import (
     MANIFEST,
+    check_name,
     check_size,
     damaged,
     decode_manifest,
@@ -47,6 +49,7 @@ from descant.types import Checkpoint, CheckpointName, CheckpointType, FileEntry,
 
 log = logging.getLogger(__name__)
 
+ATTEMPT = re.compile(r"[0-9]+-[0-9a-f]{16}")
 EPOCH, NAMES, FILES = "epoch", "names", "files"
 ATTEMPTS, FETCHED = "attempts", "fetched"
 PART_BYTES = 16 << 20
@@ -271,7 +274,10 @@ class ObjectCheckpointStore:
             unknown = error
         except (Conflict, FileNotFoundError):
             pass  # or it was done, its answer lost, and the request repeated
-        found = await self._object(key)
+        try:
+            found = await self._object(key)
+        except ServerError as error:
+            raise CannotStore(f"{name.uri} is not known to be kept: {unknown or error}") from None
         if found is not None and found[1] == named:
             return
         if unknown is not None:
@@ -291,6 +297,7 @@ class ObjectCheckpointStore:
         prefix = f"{FILES}/{attempt}/"
         there = {info.path.removeprefix(prefix): info.size_bytes for info in await self.remote.list(prefix)}
         for file, entry in manifest.files.items():
+            check_name(file)
             if file not in there:
                 raise Damaged(f"{file} is missing")
             check_size(file, there[file], entry)
@@ -392,6 +399,8 @@ def _decode(body: bytes) -> Named:
         fields = unseal(body, where=MANIFEST)
         epoch, number = fields["order"]
         manifest = decode_manifest(str(fields["manifest"]).encode(), where=MANIFEST)
-        return Named(str(fields["attempt"]), (int(epoch), int(number)), manifest)
+        if not ATTEMPT.fullmatch(fields["attempt"]):
+            raise Damaged(f"{MANIFEST} names {fields['attempt'][:40]!r}, which is no attempt")
+        return Named(fields["attempt"], (int(epoch), int(number)), manifest)
     except (ValueError, TypeError, KeyError) as error:
         raise Damaged(f"{MANIFEST} is not a checkpoint's: {type(error).__name__}: {error}") from None

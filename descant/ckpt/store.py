@@ -212,7 +212,6 @@ class CheckpointDirectory:
                 continue
             final = aside.with_name(aside.name[1:].removesuffix(REPLACED))
             if exists(self._disk, final):
-                self._disk.fsync_directory(final.parent)
                 remove_tree(self._disk, self._put_away(aside))
             else:  # the process died between the two renames of ``_publish``
                 self._disk.rename(aside, final)

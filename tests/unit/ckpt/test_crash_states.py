@@ -211,10 +211,11 @@ def kill_then_cut(make: Callable[[], SimulatedDisk], *, limit: int) -> int:
     raise AssertionError("unreachable")
 
 
-def test_a_kill_and_then_a_power_cut() -> None:
-    count = kill_then_cut(SimulatedDisk, limit=5)
+@pytest.mark.parametrize(("can_exchange", "limit"), [(True, 5), (False, 2)], ids=["exchange", "two renames"])
+def test_a_kill_and_then_a_power_cut(can_exchange: bool, limit: int) -> None:
+    count = kill_then_cut(lambda: SimulatedDisk(can_exchange=can_exchange), limit=limit)
     print(f"{count} states")
-    assert count > 10_000
+    assert count > 2000 * limit
 
 
 def with_two() -> Client:
@@ -297,4 +298,4 @@ def test_a_store_that_leaves_out_an_fsync_is_caught(broken: type[SimulatedDisk])
 
 def test_a_server_that_cleans_before_it_fsyncs_is_caught() -> None:
     with pytest.raises(AssertionError, match=r"not whole|is lost"):
-        kill_then_cut(CleansAtOnce, limit=20)
+        kill_then_cut(CleansAtOnce, limit=5)

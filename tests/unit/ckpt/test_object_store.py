@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +13,7 @@ import obstore
 import pytest
 
 from descant.ckpt.local_copies import READ_WITHIN_S
-from descant.ckpt.manifest import read_verified
+from descant.ckpt.manifest import encode_manifest, read_verified, seal
 from descant.ckpt.object_store import LEFT_ALONE, ObjectCheckpointStore
 from descant.ckpt.remote import ObjectInfo, Remote, check_url, public_name
 from descant.errors import CannotStore, Damaged, NotFound, ServerError, UserError
@@ -233,6 +234,25 @@ async def test_what_was_changed_there_is_not_opened(remote: Remote, tmp_path: Pa
     with pytest.raises(Damaged, match=FILE):
         await other.open(NAME)
     assert list((tmp_path / "other" / "fetched").iterdir()) == list((tmp_path / "other" / "attempts").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("attempt", "file", "says"),
+    [
+        ("1-0123456789abcdef", "../../x", "'../../x' of the manifest is not a plain file name"),
+        ("../../x", FILE, "'../../x', which is no attempt"),
+    ],
+)
+async def test_what_is_there_leads_nowhere_else(
+    remote: Remote, tmp_path: Path, attempt: str, file: str, says: str
+) -> None:
+    store = await started(remote, tmp_path)
+    _, manifest = await written(store, NAME, b"one")
+    manifest = replace(manifest, files={file: manifest.files[FILE]})
+    fields = {"attempt": attempt, "order": [1, 1], "manifest": encode_manifest(manifest).decode()}
+    obstore.put(remote.store, "names/session=3Atrain=3A0/weights/a", seal(fields))
+    with pytest.raises(Damaged, match=says):
+        await store.open(NAME)
 
 
 async def test_the_least_recently_opened_copies_go(remote: Remote, tmp_path: Path) -> None:

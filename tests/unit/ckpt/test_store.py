@@ -289,7 +289,7 @@ def test_a_reader_gets_its_bytes_or_a_sentence_never_a_half(tmp_path: Path) -> N
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for step in range(1, 300):
+        for step in range(1, 100):
             attempt = store.attempt(NAME)
             body = b"%d" % step * 1000
             entries = {file: write_durable(Path(attempt) / file, body) for file in files}
