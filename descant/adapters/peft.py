@@ -15,7 +15,12 @@ def export_row(row: torch.Tensor, layouts: Layouts, lora: Lora) -> dict[str, tor
     """A row [row] of the bucket of ``lora.rank`` → ``base_model.model.{site}.lora_A.weight`` [r, in] and
     ``….lora_B.weight`` [out, r], of the true rank, trained groups only; contiguous copies. Works for weights and for
     moments alike."""
-    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in _parts(row, layouts, lora)}
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in views(row, layouts, lora).items()}
+
+
+def views(row: torch.Tensor, layouts: Layouts, lora: Lora) -> dict[str, torch.Tensor]:
+    """What ``export_row`` copies, as it lies in ``row``."""
+    return dict(_parts(row, layouts, lora))
 
 
 def import_row(tensors: Mapping[str, torch.Tensor], layouts: Layouts, lora: Lora, out: torch.Tensor) -> None:

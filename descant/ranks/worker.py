@@ -16,6 +16,7 @@ import torch
 from descant.ckpt.files import CheckpointTensors, read_checkpoint
 from descant.ckpt.peft import ExportBase
 from descant.ckpt.snapshot import Snapshots
+from descant.ckpt.writer import CheckpointWriter
 from descant.errors import ServerError
 from descant.model.base import BaseModel
 from descant.model.forward_batch import PAGE_TOKENS
@@ -79,7 +80,7 @@ def build(
             shard=peers.shard if shard else None,
         )
     phase("making the caches, capturing decode steps" if model.device.type == "cuda" else "making the caches")
-    return Worker(model, spec.settings, spec.losses, peers, roles=spec.roles, sample=sample)
+    return Worker(model, spec.settings, spec.losses, peers, roles=spec.roles, sample=sample, probe=spill_dir)
 
 
 class Worker:
@@ -95,12 +96,18 @@ class Worker:
         roles: Collection[Role] = ROLES,
         train: type[TrainRole] = TrainRole,
         sample: type[SampleRole] = SampleRole,
+        probe: Path | None = None,
     ):
-        """``train``, ``sample``: what the roles are made with."""
+        """``train``, ``sample``: what the roles are made with. ``probe``: a directory on the disk that checkpoints are
+        written to, to find out now whether they can be; None: at the first save."""
         peers = peers or Peers()
         self.model = model
         self.memory: AdapterMemory = model.bank
-        snapshots = Snapshots(model.bank, base=ExportBase(name=model.public_name, has_experts=model.has_experts))
+        self.writer = CheckpointWriter(model.device)
+        if "train" in roles and peers.rank == 0 and probe is not None:  # which alone writes
+            self.writer.start(probe)
+        base = ExportBase(name=model.public_name, has_experts=model.has_experts)
+        snapshots = Snapshots(model.bank, base=base, writer=self.writer)
         self.train: TrainRole | None = None
         if "train" in roles:
             self.train = train(model, snapshots, peers, losses=losses)
@@ -129,8 +136,8 @@ class Worker:
         )
         self._handlers: dict[type[Operation[Any]], Callable[[Any], Any]] = {
             Idle: lambda op: peers.check(),
-            Stats: lambda op: model.bank.stats(),
-            Stop: lambda op: None,
+            Stats: lambda op: {**model.bank.stats(), **snapshots.stats(), **self.writer.stats()},
+            Stop: lambda op: self.writer.close(),
         }
         made: tuple[RankRole | None, ...] = (self.train, self.sample)
         for role in made:
