@@ -81,7 +81,7 @@ class InlineWriter:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_checkpoint(

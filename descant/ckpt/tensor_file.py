@@ -68,7 +68,7 @@ def read_tensors(num_bytes: int, read_into: Callable[[memoryview], None]) -> dic
     for name, (dtype, shape) in places.items():
         tensors[name] = torch.empty(shape, dtype=dtype)
         if tensors[name].numel():
-            read_into(memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()))
+            read_into(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return tensors
 
 

@@ -67,7 +67,7 @@ class WriterLimits:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _Asked:
     id: int
     what: str
     limit_s: float
@@ -82,7 +82,7 @@ class WriterProcess:
         self._limits = limits
         self._lock = threading.Lock()
         """Over what follows, and the sending end of the socket."""
-        self._pending: deque[_Request] = deque()
+        self._pending: deque[_Asked] = deque()
         self._since = 0.0
         """When the first of them became the first."""
         self._num_requests = 0
@@ -120,7 +120,7 @@ class WriterProcess:
         ``num_bytes``: that the disk has to take before the answer."""
         with self._lock:
             self._num_requests += 1
-            request = _Request(self._num_requests, what, self._limits.of(num_bytes))
+            request = _Asked(self._num_requests, what, self._limits.of(num_bytes))
             if self._error is not None:
                 request.answer.set_exception(self._error)
                 return request.answer

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import (
     Background,
     Cancel,
+    Drop,
     Fail,
     Idle,
     Microbatch,
@@ -45,6 +47,7 @@ from descant.ranks.ops import (
 from descant.ranks.partition import balanced_shares, piece_shares
 from descant.ranks.queues import Entry, Queues
 from descant.ranks.sampling_dispatcher import SamplingDispatcher
+from descant.ranks.snapshot_room import SnapshotRoom
 from descant.types import Command, ForwardBackwardOutput, Snapshot, SnapshotRef
 
 if TYPE_CHECKING:
@@ -95,6 +98,7 @@ class TurnLoop:
             max_pass_s=max_pass_s,
         )
         self._sampling = SamplingDispatcher(executor, respond)
+        self._snapshot_room = SnapshotRoom(executor.memory)
         self._turn = 0
         self._spent_s: dict[Kind, float] = dict.fromkeys((TRAIN, ROWS, SAMPLE, IDLE), 0.0)
         """Of the loop's thread, by kind of turn."""
@@ -131,8 +135,11 @@ class TurnLoop:
             self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self) -> None:
+        timeouts = [] if self._info.idle_s is None else [self._info.idle_s]
+        if math.isfinite(self._snapshot_room.expires_s):
+            timeouts.append(max(0.0, self._snapshot_room.expires_s - self._seconds()))
         try:
-            request = self._inbox.get(timeout=self._info.idle_s)
+            request = self._inbox.get(timeout=min(timeouts, default=None))
         except queue.Empty:
             self._executor.execute(Idle())
             self._account(IDLE)
@@ -161,6 +168,8 @@ class TurnLoop:
 
     # ------------------------------------------------------------------------------------------------ requests
     def _take_requests(self) -> None:
+        for model_id, _ in self._snapshot_room.expire(self._seconds()):
+            self._queues.read(model_id)
         while not self._stopped:
             try:
                 request = self._inbox.get_nowait()
@@ -188,6 +197,9 @@ class TurnLoop:
                 self._answer(id, lambda: self._sampling.release(op.version))
             case Stats():
                 self._answer(id, self._stats)
+            case Drop():
+                self._answer(id, lambda: self._executor.execute(op))
+                self._free_snapshot((op.ref.version.model_id, op.ref.version.number))
             case Operation():
                 self._answer(id, lambda: self._executor.execute(op))
             case _:
@@ -239,7 +251,8 @@ class TurnLoop:
         if choice.kind == TRAIN:
             self._run_microbatch(choice)
         elif choice.kind == ROWS:
-            self._run_rows(choice.commands)
+            if commands := self._with_room(choice.commands):
+                self._run_rows(commands)
         else:
             self._sampling.step(self._describe)
 
@@ -263,6 +276,30 @@ class TurnLoop:
         except Exception as error:
             outcomes = self._fail_turn(error, [(key, entry.command) for key, entry in taken.entries.items()])
         self._respond_outcomes(outcomes)
+
+    def _with_room(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """Without snapshots that there is no room for yet, and what comes after them in their models' queues."""
+        runs: list[Command] = []
+        blocked: set[str] = set()
+        for command in commands:
+            key = command.model_id, command.seq_id
+            # One that has waited already runs: there is room, or an error for it.
+            if (
+                isinstance(command, Snapshot)
+                and command.model_id not in blocked
+                and not self._queues.entry(key).reading
+            ):
+                granted = self._snapshot_room.ask(command, self._seconds())
+                if granted is not None:
+                    blocked.add(command.model_id)
+                    self._queues.block(key, granted)
+            if command.model_id not in blocked:
+                runs.append(command)
+        return runs
+
+    def _free_snapshot(self, key: RequestKey) -> None:
+        for model_id, _ in self._snapshot_room.free(key):
+            self._queues.read(model_id)
 
     def _run_rows(self, commands: Sequence[Command]) -> None:
         names = ", ".join(sorted({type(command).__name__ for command in commands}))
@@ -307,6 +344,8 @@ class TurnLoop:
         for outcome in outcomes:
             entry = self._queues.end(outcome.key)
             if isinstance(outcome.result, DescantError):
+                if isinstance(entry.command, Snapshot):  # it is not held
+                    self._free_snapshot(entry.key)
                 self._respond(RankResponse(id=entry.id, error=outcome.result))
             else:
                 result = outcome.result
