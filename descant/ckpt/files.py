@@ -166,7 +166,7 @@ def _tensors(directory: str, name: str, manifest: Manifest) -> dict[str, torch.T
         while buffer:
             num_bytes = file.readinto(buffer[:READ_BYTES])
             if not num_bytes:
-                check_size(name, num_read, entry)
+                raise Damaged(f"it ends after {num_read} bytes")
             sha256.update(buffer[:num_bytes])
             num_read += num_bytes
             buffer = buffer[num_bytes:]

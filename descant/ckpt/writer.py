@@ -91,19 +91,17 @@ class WriterProcess:
         self._sock, theirs = socket.socketpair()
         self._sock.settimeout(limits.answer_s)
         self._process: subprocess.Popen[bytes] | None = None
-        started: Future[None] = Future()
+        self._started: Future[None] = Future()
+        """With the first that is heard of it."""
         self._thread = threading.Thread(
-            target=self._run, args=(theirs, arena.fd, program, started), name="descant-writer", daemon=True
+            target=self._run, args=(theirs, arena.fd, program), name="descant-writer", daemon=True
         )
         self._thread.start()
         try:
-            started.result(limits.start_s)
-        except (OSError, TimeoutError) as error:
-            self._sock.close()
-            why = (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"not within {limits.start_s:g} s"
-            )
-            raise ServerError(f"the process that writes checkpoints could not be started: {why}") from error
+            self._started.result(limits.start_s)
+        except TimeoutError:
+            self.close()
+            raise ServerError(f"the process that writes checkpoints was not there in {limits.start_s:g} s") from None
 
     @property
     def pid(self) -> int:
@@ -140,7 +138,7 @@ class WriterProcess:
             self._thread.join(2 * EXIT_S)
 
     # ------------------------------------------------------------------------------------------------ its thread
-    def _run(self, theirs: socket.socket, arena_fd: int, program: Sequence[str], started: Future[None]) -> None:
+    def _run(self, theirs: socket.socket, arena_fd: int, program: Sequence[str]) -> None:
         numbers = (theirs.fileno(), arena_fd, os.getpid(), self._limits.beat_s, self._limits.silence_s)
         paths = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))
         try:
@@ -152,11 +150,12 @@ class WriterProcess:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
         except OSError as error:
-            started.set_exception(error)
+            self._sock.close()
+            why = f"the process that writes checkpoints could not be started: {error.strerror}"
+            self._started.set_exception(ServerError(why))
             return
         finally:
             theirs.close()
-        started.set_result(None)
         why = "came to its end"
         try:
             why = self._listen()
@@ -203,6 +202,8 @@ class WriterProcess:
 
     def _take(self, message: list[Any]) -> None:
         id, kind, *args = message
+        if not self._started.done():
+            self._started.set_result(None)
         if kind == "beat":
             return
         with self._lock:
@@ -237,6 +238,8 @@ class WriterProcess:
             why = f"ended with exit code {code}"
         with self._lock:
             doing = f" while it was to {self._pending[0].what}" if self._pending else ""
+            if not self._started.done():
+                doing = " as it was started"
             self._error = ServerError(
                 f"the process that writes checkpoints {why}{doing}: this save does not count, save again"
             )
@@ -246,6 +249,8 @@ class WriterProcess:
             log.error("the process that writes checkpoints (%d) %s%s", process.pid, why, doing)
         for request in pending:
             request.answer.set_exception(self._error)
+        if not self._started.done():
+            self._started.set_exception(self._error)
 
 
 def _error(kind: str, number: int | None, sentence: str) -> DescantError:

@@ -168,6 +168,7 @@ def main(socket_fd: int, arena_fd: int, parent_pid: int, beat_s: float, silence_
         with sending:
             sock.sendall(body)
 
+    send([0, "beat"])  # it is there
     threading.Thread(target=_beat, args=(send, parent_pid, beat_s), name="descant-beat", daemon=True).start()
     try:
         for line in sock.makefile("rb"):

@@ -282,19 +282,17 @@ class TurnLoop:
         runs: list[Command] = []
         blocked: set[str] = set()
         for command in commands:
+            if command.model_id in blocked:
+                continue
             key = command.model_id, command.seq_id
             # One that has waited already runs: there is room, or an error for it.
-            if (
-                isinstance(command, Snapshot)
-                and command.model_id not in blocked
-                and not self._queues.entry(key).reading
-            ):
+            if isinstance(command, Snapshot) and self._queues.entry(key).reading is None:
                 granted = self._snapshot_room.ask(command, self._seconds())
                 if granted is not None:
                     blocked.add(command.model_id)
                     self._queues.block(key, granted)
-            if command.model_id not in blocked:
-                runs.append(command)
+                    continue
+            runs.append(command)
         return runs
 
     def _free_snapshot(self, key: RequestKey) -> None:

@@ -80,7 +80,11 @@ def build(
             shard=peers.shard if shard else None,
         )
     phase("making the caches, capturing decode steps" if model.device.type == "cuda" else "making the caches")
-    return Worker(model, spec.settings, spec.losses, peers, roles=spec.roles, sample=sample, probe=spill_dir)
+    writer = CheckpointWriter(model.device)
+    if "train" in spec.roles and peers.rank == 0:  # which alone saves
+        phase("starting the process that writes checkpoints")
+        writer.start(spill_dir)
+    return Worker(model, spec.settings, spec.losses, peers, roles=spec.roles, sample=sample, writer=writer)
 
 
 class Worker:
@@ -96,16 +100,14 @@ class Worker:
         roles: Collection[Role] = ROLES,
         train: type[TrainRole] = TrainRole,
         sample: type[SampleRole] = SampleRole,
-        probe: Path | None = None,
+        writer: CheckpointWriter | None = None,
     ):
-        """``train``, ``sample``: what the roles are made with. ``probe``: a directory on the disk that checkpoints are
-        written to, to find out now whether they can be; None: at the first save."""
+        """``train``, ``sample``: what the roles are made with. ``writer``: of checkpoints; None: one whose process is
+        started at the first save."""
         peers = peers or Peers()
         self.model = model
         self.memory: AdapterMemory = model.bank
-        self.writer = CheckpointWriter(model.device)
-        if "train" in roles and peers.rank == 0 and probe is not None:  # which alone writes
-            self.writer.start(probe)
+        self.writer = CheckpointWriter(model.device) if writer is None else writer
         base = ExportBase(name=model.public_name, has_experts=model.has_experts)
         snapshots = Snapshots(model.bank, base=base, writer=self.writer)
         self.train: TrainRole | None = None
