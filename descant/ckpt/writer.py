@@ -88,7 +88,10 @@ class WriterProcess:
         self._num_requests = 0
         self._error: ServerError | None = None
         self._closing = False
-        self._sock, theirs = socket.socketpair()
+        try:
+            self._sock, theirs = socket.socketpair()
+        except OSError as error:
+            raise _not_started(error) from error
         self._sock.settimeout(limits.answer_s)
         self._process: subprocess.Popen[bytes] | None = None
         self._started: Future[None] = Future()
@@ -151,8 +154,7 @@ class WriterProcess:
             )
         except OSError as error:
             self._sock.close()
-            why = f"the process that writes checkpoints could not be started: {error.strerror}"
-            self._started.set_exception(ServerError(why))
+            self._started.set_exception(_not_started(error))
             return
         finally:
             theirs.close()
@@ -251,6 +253,10 @@ class WriterProcess:
             request.answer.set_exception(self._error)
         if not self._started.done():
             self._started.set_exception(self._error)
+
+
+def _not_started(error: OSError) -> ServerError:
+    return ServerError(f"the process that writes checkpoints could not be started: {error.strerror}")
 
 
 def _error(kind: str, number: int | None, sentence: str) -> DescantError:

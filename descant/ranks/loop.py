@@ -60,6 +60,9 @@ QUIET_S = 0.0005
 BURST_S = 0.004
 """… but no longer than this."""
 
+SAVING_S = 5.0
+"""How often a rank that does nothing but save shows that it lives."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Callback:
@@ -107,6 +110,7 @@ class TurnLoop:
         self._stopped = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="descant-write")
+        self._writes: list[Future[Any]] = []
 
     def post(self, request: RankRequest) -> None:
         """Any thread."""
@@ -136,11 +140,14 @@ class TurnLoop:
 
     def _wait(self) -> None:
         timeouts = [] if self._info.idle_s is None else [self._info.idle_s]
-        if math.isfinite(self._snapshot_room.expires_s):
-            timeouts.append(max(0.0, self._snapshot_room.expires_s - self._seconds()))
+        if self._is_saving():
+            timeouts += [SAVING_S, max(0.0, self._snapshot_room.expires_s - self._seconds())]
         try:
             request = self._inbox.get(timeout=min(timeouts, default=None))
         except queue.Empty:
+            if self._is_saving():  # which ends by deadlines of its own: whoever watches is to see that we live
+                self._turn += 1
+                self._describe("")
             self._executor.execute(Idle())
             self._account(IDLE)
             return
@@ -152,6 +159,11 @@ class TurnLoop:
             while not self._stopped and self._seconds() < until:
                 self._take(self._inbox.get(timeout=QUIET_S))
         self._account(IDLE)
+
+    def _is_saving(self) -> bool:
+        """Whether anything is written behind the turns, or waits for that."""
+        self._writes = [writing for writing in self._writes if not writing.done()]
+        return bool(self._writes) or math.isfinite(self._snapshot_room.expires_s)
 
     def _account(self, kind: Kind) -> None:
         """The time since the last call is that of a turn of this kind: taking requests and choosing it included."""
@@ -222,7 +234,9 @@ class TurnLoop:
             else:
                 self._respond(RankResponse(id=id, result=writing.result()))
 
-        self._writer.submit(result.run).add_done_callback(written)
+        writing = self._writer.submit(result.run)
+        self._writes.append(writing)
+        writing.add_done_callback(written)
 
     def _read(self, op: Command | Operation[Any], then: Callable[[Callable[[], Any]], None]) -> Future[Any] | None:
         """Begins to read what ``op`` needs, if it needs anything. When that is done ``then`` is called on the loop's

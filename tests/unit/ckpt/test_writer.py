@@ -174,10 +174,26 @@ def test_a_disk_that_reports_an_error(tmp_path: Path, point: str) -> None:
 
 def test_a_program_that_does_not_start_is_named(tmp_path: Path) -> None:
     writer = CheckpointWriter(CPU, limits=LIMITS, program=("-c", "raise SystemExit(3)"))
-    with pytest.raises(
-        ServerError, match="the process that writes checkpoints ended with exit code 3 as it was started"
-    ):
+    with pytest.raises(ServerError, match="checkpoints ended with exit code 3 as it was started"):
         writer.start(tmp_path)
+
+
+def test_a_start_without_descriptors_is_named(tmp_path: Path) -> None:
+    program = (
+        "import resource, sys, torch; from pathlib import Path; from descant.ckpt.writer import CheckpointWriter\n"
+        "from descant.errors import ServerError\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), 64))\n"
+        "try: CheckpointWriter(torch.device('cpu')).start(Path(sys.argv[2]))\n"
+        "except ServerError as error: print(error)"
+    )
+
+    def said(limit: int) -> str:
+        arguments = [sys.executable, "-c", program, str(limit), str(tmp_path)]
+        return subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert said(64) == ""
+    assert "may open 12 files, expected 16: raise `ulimit -n`" in said(12)
+    assert "Too many open files" in said(4)
 
 
 def test_a_start_that_finds_all_well_leaves_nothing(writer: CheckpointWriter, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_no_writer_of_a_dead_rank_changes_a_byte(tmp_path: Path) -> None:
     with contextlib.closing(forks):
         for _ in range(50):
             rank, writer = forks.start()
-            until(lambda: len(state()) > len(seen), "it writes")
+            until(lambda seen=seen: len(state()) > len(seen), "it writes")
             time.sleep(0.1 * chance.random())
             os.kill(rank, signal.SIGKILL)
             writers.append(writer)
