@@ -131,22 +131,29 @@ class Staging:
             at += length
 
     def _stage_tensor(self, tensor: torch.Tensor, send: Send) -> None:
-        """In C order. What is not contiguous is copied by as many rows as there is room for."""
+        """In C order: whole where there is room for it, else by as many rows as there is room for."""
         if self._stream is not None and tensor.is_cuda:
             tensor.record_stream(self._stream)
-        if tensor.is_contiguous():
-            tensor = tensor.reshape(-1)
-        while len(tensor):
+        num_rows = 1
+        while num_rows:
             slot, begin, room = self._room(send)
-            rows = min(len(tensor), room * len(tensor) // tensor.nbytes)
-            if rows == 0:
+            if tensor.nbytes <= room:
+                _copy(self.arena, slot, begin, tensor)
+                self._end += tensor.nbytes
+                return
+            if tensor.is_contiguous():
+                tensor = tensor.view(-1)
+            num_rows = tensor.shape[0]
+            fit = room * num_rows // tensor.nbytes
+            if fit:
+                part = tensor[:fit]
+                _copy(self.arena, slot, begin, part)
+                self._end += part.nbytes
+            else:
+                fit = 1
                 self._stage_tensor(tensor[0], send)
-                tensor = tensor[1:]
-                continue
-            part = tensor[:rows]
-            _copy(self.arena.slots[slot, begin : begin + part.nbytes], part)
-            self._end += part.nbytes
-            tensor = tensor[rows:]
+            tensor = tensor[fit:]
+            num_rows -= fit
 
     def _room(self, send: Send) -> tuple[int, int, int]:
         """The slot that is being filled, up to where, and the bytes that it has room for: at least one."""
@@ -189,14 +196,16 @@ class Staging:
         self._sent.clear()
 
 
-def _copy(window: torch.Tensor, part: torch.Tensor) -> None:
-    """``part`` into as many bytes of the arena. On the host numpy copies: torch would have as many threads do it as it
+def _copy(arena: Arena, slot: int, begin: int, part: torch.Tensor) -> None:
+    """``part`` into a slot, from ``begin`` on. On the host numpy copies: torch would have as many threads do it as it
     computes with, and these are busy."""
     if part.is_cuda:
+        window = arena.slots[slot, begin : begin + part.nbytes]
         window.view(part.dtype).view(part.shape).copy_(part, non_blocking=True)
         return
-    numbers = _INTEGERS[part.itemsize]
-    np.copyto(window.view(numbers).view(part.shape).numpy(), part.detach().view(numbers).numpy())
+    numbers = part.numpy() if part.dtype == torch.float32 else part.detach().view(_INTEGERS[part.itemsize]).numpy()
+    offset = slot * arena.slot_bytes + begin
+    np.copyto(np.ndarray(numbers.shape, numbers.dtype, arena.memory, offset), numbers)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

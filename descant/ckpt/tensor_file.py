@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -37,17 +38,23 @@ MAX_HEADER_BYTES = 100_000_000
 
 def contents_of(tensors: Mapping[str, torch.Tensor]) -> list[Content]:
     """A file of these tensors, which may be views of any strides: its header, and they themselves in its order."""
-    dtypes = {name: _NAMES[tensor.dtype] for name, tensor in tensors.items()}
-    order = list(DTYPES)
-    names = sorted(tensors, key=lambda name: (order.index(dtypes[name]), name))
+    header, names = _header(tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()))
+    return [header, *(tensors[name] for name in names)]
+
+
+@lru_cache(maxsize=64)
+def _header(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[bytes, list[str]]:
+    """A file's beginning, and the names in its order: the same at each save of adapters of one shape, and made once,
+    since the thread that computes waits while another runs Python."""
+    order = list(_NAMES)
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in names:
-        begin, end = end, end + tensors[name].nbytes
-        fields[name] = {"dtype": dtypes[name], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: (order.index(tensor[1]), tensor[0])):
+        begin, end = end, end + prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     header = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-len(header) % 8)
-    return [len(header).to_bytes(8, "little") + header, *(tensors[name] for name in names)]
+    return len(header).to_bytes(8, "little") + header, [name for name in fields if name != "__metadata__"]
 
 
 def read_tensors(num_bytes: int, read_into: Callable[[memoryview], None]) -> dict[str, torch.Tensor]:
