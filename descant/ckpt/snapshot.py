@@ -7,7 +7,7 @@ is saved. An ephemeral one (``for_disk`` False) is a published compute copy and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -43,12 +43,12 @@ LEGAL: Mapping[SaveState, frozenset[SaveState]] = {
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """``state``: float32 [1 or 3, row], a private copy that is never written: weights and, for training, both moments.
-    ``ready``: when it is there (None: it is)."""
+    """``rows``: float32 [row], private copies that are never written: weights and, for training, both moments.
+    ``ready``: when they are there (None: they are)."""
 
     ref: SnapshotRef
     lora: Lora
-    state: torch.Tensor
+    rows: Sequence[torch.Tensor]
     ready: CopyEvent | None
     save_state: SaveState = SaveState.TAKEN
 
@@ -80,10 +80,11 @@ class Snapshots:
         if not command.for_disk:
             self._bank.publish(command.model_id, ref.version)
             return ref
-        rows = self._bank.state(command.model_id)
-        state = (rows if command.kind == "training" else rows[:1]).clone(memory_format=torch.contiguous_format)
-        ready = torch.cuda.current_stream(state.device).record_event() if state.is_cuda else None
-        self._held[ref.version] = _Held(ref=ref, lora=adapter.lora, state=state, ready=ready)
+        live = self._bank.state(command.model_id)
+        # One by one: on the host the C library gives what is smaller than 32 MiB memory that is there already.
+        rows = [row.clone() for row in (live if command.kind == "training" else live[:1])]
+        ready = torch.cuda.current_stream(live.device).record_event() if live.is_cuda else None
+        self._held[ref.version] = _Held(ref=ref, lora=adapter.lora, rows=rows, ready=ready)
         return ref
 
     def save(self, ref: SnapshotRef, dest: str) -> Callable[[], Manifest]:
@@ -98,7 +99,7 @@ class Snapshots:
         held.becomes(SaveState.STAGING)
         try:
             # Nothing of the bank is read here but its layout, which never changes.
-            weights, *moments = (self._bank.views(row, held.lora) for row in held.state)
+            weights, *moments = (self._bank.views(row, held.lora) for row in held.rows)
             manifest = write_checkpoint(
                 self._writer,
                 dest,
@@ -129,7 +130,7 @@ class Snapshots:
             return
         held = self._held.get(ref.version)
         if held is not None:
-            self._bank.publish_tensors(ref.version, held.lora, self._bank.views(held.state[0], held.lora))
+            self._bank.publish_tensors(ref.version, held.lora, self._bank.views(held.rows[0], held.lora))
         elif loaded is not None:
             self._bank.publish_tensors(ref.version, loaded.lora, loaded.weights)
         else:
@@ -141,7 +142,7 @@ class Snapshots:
             "saves_written": self._num_written,
             "saves_failed": self._num_failed,
             "snapshots_held": len(self._held),
-            "snapshots_held_bytes": sum(held.state.nbytes for held in self._held.values()),
+            "snapshots_held_bytes": sum(row.nbytes for held in self._held.values() for row in held.rows),
         }
 
 

@@ -84,10 +84,12 @@ def test_a_snapshot_shares_no_memory_with_what_lives(desk: Desk) -> None:
     desk.bank.create("m", Lora(rank=8))
     desk.train("m", 1)
     ref = desk.take("m")
-    held = desk.snapshots._held[ref.version].state
+    held = desk.snapshots._held[ref.version].rows
     live = [desk.bank.state("m"), desk.bank.gradient("m"), desk.bank.compute_slab(8), desk.bank.gradient_slab(8)]
-    assert held.untyped_storage().data_ptr() not in {tensor.untyped_storage().data_ptr() for tensor in live}
-    assert held.untyped_storage().nbytes() == held.nbytes
+    assert len(held) == 3
+    for row in held:
+        assert row.untyped_storage().data_ptr() not in {tensor.untyped_storage().data_ptr() for tensor in live}
+        assert row.untyped_storage().nbytes() == row.nbytes
 
 
 def test_for_sampling_only_the_weights_are_held(desk: Desk, tmp_path: Path) -> None:
