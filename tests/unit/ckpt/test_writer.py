@@ -78,11 +78,26 @@ def test_what_was_staged_may_change_before_it_is_written(writer: CheckpointWrite
     assert not tensor.any()
 
 
+class LateAnswer(Future[list[Any]]):
+    """Its bytes of the arena are read when somebody waits for it, and not before."""
+
+    def __init__(self, arena: Arena, offset: int, num_bytes: int):
+        super().__init__()
+        self._arena, self._place, self.body = arena, (offset, num_bytes), b""
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        if not self.done():
+            offset, num_bytes = self._place
+            self.body = self._arena.memory[offset : offset + num_bytes]
+            self.set_result([])
+        return super().result(0)
+
+
 @pytest.mark.parametrize("slot_bytes", [8, 64, 4096])
-def test_slots_of_any_size_carry_the_same_bytes(slot_bytes: int) -> None:
-    """Each is sent in order, and no more at once than there are."""
+def test_a_slot_is_filled_again_when_its_bytes_have_been_written(slot_bytes: int) -> None:
+    """As late as it may be; and slots of any size carry the same bytes in order."""
     arena = Arena(CPU, num_slots=3, slot_bytes=slot_bytes)
-    staging, sent, unanswered = Staging(arena, CPU), bytearray(), []
+    staging, answers = Staging(arena, CPU), list[LateAnswer]()
     tensors = {
         name: tensor.reshape(-1)[:500] if tensor.is_contiguous() else tensor
         for name, tensor in odd_tensors().items()
@@ -92,23 +107,16 @@ def test_slots_of_any_size_carry_the_same_bytes(slot_bytes: int) -> None:
     def send(offset: int, num_bytes: int) -> Future[list[Any]]:
         assert offset % slot_bytes == 0
         assert 0 < num_bytes <= slot_bytes
-        answer: Future[list[Any]] = Future()
-        unanswered.append((offset, num_bytes, answer))
-        if len(unanswered) == arena.num_slots:  # as late as it may be
-            answer_all()
-        return answer
-
-    def answer_all() -> None:
-        for offset, num_bytes, answer in unanswered:
-            sent.extend(arena.memory[offset : offset + num_bytes])
-            answer.set_result([])
-        unanswered.clear()
+        answers.append(LateAnswer(arena, offset, num_bytes))
+        return answers[-1]
 
     with staging.use(patience_s=10):
         staging.stage(contents_of(tensors), send)
-        answer_all()
+        assert sum(not answer.done() for answer in answers) == arena.num_slots
+        for answer in answers:
+            answer.result()
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    assert bytes(sent) == safetensors.torch.save(whole, {"format": "pt"})
+    assert b"".join(answer.body for answer in answers) == safetensors.torch.save(whole, {"format": "pt"})
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong

@@ -13,14 +13,16 @@ from typing import Any, cast
 
 import pytest
 
-from descant.errors import NotFound, ServerError
+from descant.errors import ServerError
 from descant.ranks import loop as loop_module
 from descant.ranks.loop import TurnLoop
+from descant.ranks.ops import Rows
 from descant.ranks.peers import Peers
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
 from descant.ranks.snapshot_room import SHARE, SnapshotRoom
 from descant.ranks.worker import Worker
+from descant.testing.executor import Around
 from descant.testing.ranks import SETTINGS, build_tiny, changed, written
 from descant.testing.trainer import Model, error, result, saved
 from descant.types import Snapshot, SnapshotRef
@@ -127,18 +129,40 @@ async def test_a_save_waits_for_room_and_others_train_on(rank: tuple[Replica, Wo
     assert (await replica.stats())["snapshots_held"] == 0
 
 
-async def test_one_that_failed_takes_no_room(rank: tuple[Replica, Worker]) -> None:
-    replica, worker = rank
-    model = Model(replica)
-    await result(model.create())
-    await model.train(1)
-    worker.memory.adapter_bytes = SHARE * worker.memory.bytes_in_use("model")[0]
-    for _ in range(3):
-        await error(Model(replica, "absent").snapshot(), NotFound)
-    ref = cast(SnapshotRef, await result(model.snapshot()))
-    await replica.drop(ref)
-    await replica.drop(ref)
-    await result(model.snapshot())
+class Breaks(Around):
+    """The next turn about rows does, if told so."""
+
+    breaks = False
+
+    def execute(self, op: Any) -> Any:
+        if isinstance(op, Rows) and self.breaks:
+            self.breaks = False
+            raise RuntimeError("it broke")
+        return super().execute(op)
+
+
+async def test_one_that_failed_takes_no_room(tmp_path_factory: pytest.TempPathFactory) -> None:
+    made: list[Breaks] = []
+
+    def build(phase: Any) -> Breaks:
+        spec = RankSpec(model=str(written(tmp_path_factory)), settings=SETTINGS)
+        made.append(Breaks(build_tiny(spec, phase, Peers())))
+        return made[0]
+
+    replica = await Replica.in_process(build, SETTINGS)
+    try:
+        model = Model(replica)
+        await result(model.create())
+        await model.train(1)
+        made[0].memory.adapter_bytes = 0
+        made[0].breaks = True
+        await error(model.snapshot(), ServerError)
+        ref = cast(SnapshotRef, await result(model.snapshot()))
+        await replica.drop(ref)
+        await replica.drop(ref)
+        await result(model.snapshot())
+    finally:
+        await replica.close()
 
 
 async def test_one_that_is_never_dropped_costs_others_their_save_and_no_more(
