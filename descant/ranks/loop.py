@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from descant.errors import DescantError, ServerError
 from descant.pauses import watch_collections
 from descant.ranks.channel import TurnStatus
-from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, row_order
+from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, Kind, row_order
 from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import (
     Background,
@@ -66,6 +67,14 @@ class _Callback:
     """A call that a file thread posts to the loop's thread."""
 
     run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A microbatch, and the requests that have datums in it and are not answered."""
+
+    op: Microbatch
+    commands: Mapping[RequestKey, Command]
 
 
 class TurnLoop:
@@ -118,17 +127,17 @@ class TurnLoop:
                 self._take_requests()
                 trace.mark("take")
                 can_sample = self._sampling.has_work()
-                choice = self._queues.choose({SAMPLE} if can_sample else ())
+                choice = self._queues.choose({SAMPLE: self._sampling.num_models} if can_sample else {})
                 trace.mark("decide")
                 if choice.kind == IDLE:
                     if not self._stopped:
                         self._wait()
                     continue
-                self._turn += 1
-                trace.turn_began(choice.kind, sampling_waits=can_sample)
-                self._execute(choice)
-                self._describe("")
-                self._queues.ran(choice.kind, trace.turn_ended(choice.kind, sampling_waits=self._sampling.has_work()))
+                if choice.kind == TRAIN and can_sample and self._info.overlaps:
+                    self._train_and_sample(choice)
+                else:
+                    seconds = self._timed(choice.kind, partial(self._execute, choice), sampling_waits=can_sample)
+                    self._queues.ran(choice.kind, seconds)
             self._executor.execute(Stop())
         finally:
             self._reader.shutdown(wait=False, cancel_futures=True)
@@ -236,19 +245,73 @@ class TurnLoop:
         self._queues.add(entry)
 
     # ------------------------------------------------------------------------------------------------ turns
+    def _timed(self, kind: Kind, execute: Callable[[], None], *, sampling_waits: bool) -> float:
+        """A turn, and what it took in seconds."""
+        self._turn += 1
+        self._trace.turn_began(kind, sampling_waits=sampling_waits)
+        execute()
+        self._describe("")
+        return self._trace.turn_ended(kind, sampling_waits=self._sampling.has_work())
+
     def _execute(self, choice: Choice) -> None:
-        if "train" in self._info.roles:  # what is sampled is not prefetched
-            soon, keep = self._queues.prefetch_order(choice), tuple(sorted(choice.model_ids))
-            self._executor.execute(Prefetch(model_ids=soon, keep=keep))
-            self._trace.mark("prefetch")
+        self._prefetch(choice)
         if choice.kind == TRAIN:
-            self._run_microbatch(choice)
+            begun = self._microbatch(choice)
+            self._end_microbatch(begun, begun.op)
         elif choice.kind == ROWS:
             self._run_rows(choice.commands)
         else:
             self._sampling.step(self._describe, self._trace)
 
-    def _run_microbatch(self, choice: Choice) -> None:
+    def _train_and_sample(self, choice: Choice) -> None:
+        """A training turn and a sampling turn inside it: while the device computes the pass the host plans the step
+        that follows, so the device never waits for it. What a pass closes it closes when the device has done it."""
+        begun: list[_Begun] = []
+
+        def begin() -> None:
+            self._prefetch(choice)
+            begun.append(self._begin_microbatch(choice))
+
+        began_s = self._timed(TRAIN, begin, sampling_waits=True)
+        sampled_s = self._timed(SAMPLE, lambda: self._sampling.step(self._describe, self._trace), sampling_waits=True)
+        [last] = begun
+        closing = replace(last.op, opens=(), shares=tuple(() for _ in last.op.shares), sampling=True)
+        closed_s = self._timed(TRAIN, lambda: self._end_microbatch(last, closing), sampling_waits=bool(self._sampling))
+        self._queues.ran(TRAIN, began_s + closed_s, done_s=began_s + sampled_s + closed_s)
+        self._queues.ran(SAMPLE, sampled_s)
+
+    def _prefetch(self, choice: Choice) -> None:
+        if "train" in self._info.roles:  # what is sampled is not prefetched
+            soon, keep = self._queues.prefetch_order(choice), tuple(sorted(choice.model_ids))
+            self._executor.execute(Prefetch(model_ids=soon, keep=keep))
+            self._trace.mark("prefetch")
+
+    def _begin_microbatch(self, choice: Choice) -> _Begun:
+        """Launches it, and closes nothing yet. What could not be opened is answered, and left out of what is left."""
+        begun = self._microbatch(choice)
+        try:
+            outcomes = self._executor.execute(replace(begun.op, closes=(), sampling=False))
+        except Exception as error:
+            outcomes = self._fail_turn(error, list(begun.commands.items()))
+        self._trace.mark("run")
+        self._respond_outcomes(outcomes)
+        ended = {outcome.key for outcome in outcomes}
+        return _Begun(
+            op=replace(begun.op, closes=tuple(key for key in begun.op.closes if key not in ended)),
+            commands={key: command for key, command in begun.commands.items() if key not in ended},
+        )
+
+    def _end_microbatch(self, begun: _Begun, op: Microbatch) -> None:
+        """Executes ``op``, which is all of it or its end."""
+        try:
+            outcomes = self._executor.execute(op)
+        except Exception as error:
+            outcomes = self._fail_turn(error, list(begun.commands.items()))
+        self._trace.mark("run")
+        self._respond_outcomes(outcomes)
+
+    def _microbatch(self, choice: Choice) -> _Begun:
+        """Takes its datums out of the queues."""
         data, taken, info = choice.data, self._queues.take(choice, self._seconds()), self._info
         if info.piece_tokens is None:
             shares = balanced_shares(data, info.num_ranks, pass_tokens=info.microbatch_tokens)
@@ -265,12 +328,7 @@ class TurnLoop:
         self._describe(f"a training pass of {len(data)} datums, {taken.tokens} tokens, for {num_models} models")
         self._trace.holds(len(data), taken.tokens)
         self._trace.mark("plan")
-        try:
-            outcomes = self._executor.execute(op)
-        except Exception as error:
-            outcomes = self._fail_turn(error, [(key, entry.command) for key, entry in taken.entries.items()])
-        self._trace.mark("run")
-        self._respond_outcomes(outcomes)
+        return _Begun(op=op, commands={key: entry.command for key, entry in taken.entries.items()})
 
     def _run_rows(self, commands: Sequence[Command]) -> None:
         names = ", ".join(sorted({type(command).__name__ for command in commands}))

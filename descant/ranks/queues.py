@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,6 +151,8 @@ class Queues:
         """What each model was expected to cost in the turn that runs, if it says how long turns take."""
         self._others_wait = False
         """Other kinds of work had something to run at the last choice."""
+        self._weights: Mapping[Kind, float] = {}
+        """How much a second of other kinds of work counts, since the last choice."""
         self._models: dict[str, _ModelQueue] = {}
         """With something waiting; ``_runtimes`` remembers the others."""
         self._training: FairQueue[_ModelQueue] = FairQueue(memory)
@@ -191,11 +193,14 @@ class Queues:
         model_id, seq_id = key
         return self._models[model_id].entries[seq_id]
 
-    def choose(self, ready: Collection[Kind]) -> Choice:
-        """The next turn. ``ready``: the other kinds of work that have something to run."""
+    def choose(self, ready: Mapping[Kind, int]) -> Choice:
+        """The next turn. ``ready``: the other kinds of work that have something to run, and for how many models. Where
+        more models wait to be trained, a second of that work counts for more, by so much: each model is to have an even
+        share, and a step of few costs nearly what one of many does, so that they rather wait for the others."""
         waiting = [kind for kind, place in ((ROWS, self._with_rows), (TRAIN, self._training)) if len(place)]
         kind = self._shares.next({*waiting, *ready})
         self._others_wait = bool(ready)
+        self._weights = {other: max(1.0, len(self._training) / models) for other, models in ready.items()}
         if kind == ROWS:
             models = sorted(self._with_rows, key=lambda model: model.arrival)
             return Choice(kind=kind, commands=tuple(command for model in models for command in model.rows()))
@@ -276,14 +281,16 @@ class Queues:
             self._runtimes.pop(model_id, None)
         return entry
 
-    def ran(self, kind: Kind, seconds: float) -> None:
-        """A turn is over that took so long."""
-        self._shares.ran(kind, seconds)
+    def ran(self, kind: Kind, seconds: float, *, done_s: float | None = None) -> None:
+        """A turn is over that took so long. ``done_s``: after how long the device had done it, where another turn was
+        inside."""
+        self._shares.ran(kind, seconds * self._weights.get(kind, 1.0))
+        took_s = seconds if done_s is None else done_s
         if self._measured_tokens:
-            self._pass_tokens.ran(self._measured_tokens, seconds)
+            self._pass_tokens.ran(self._measured_tokens, took_s)
             self._measured_tokens = 0
-        if kind == TRAIN and self._charged and seconds > 0:
-            self._settle(self._usual_time.ratio(sum(self._charged.values()), seconds))
+        if kind == TRAIN and self._charged and took_s > 0:
+            self._settle(self._usual_time.ratio(sum(self._charged.values()), took_s))
             self._charged = {}
 
     def _settle(self, ratio: float) -> None:

@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _OpenRequest:
-    """``id``: of the request that its deltas answer. ``version``: what it pins. ``left``: samples that have not
-    ended."""
+    """``id``: of the request that its deltas answer. ``model``: its owner and which. ``version``: what it pins.
+    ``left``: samples that have not ended."""
 
     id: int
+    model: tuple[str, str | None]
     version: Version | None
     scheduler: Scheduler
     left: set[int]
@@ -41,6 +42,8 @@ class SamplingDispatcher:
         if "sample" in executor.info.roles:
             self._schedulers = [executor.make_scheduler() for _ in range(executor.info.num_ranks)]
         self._open: dict[str, _OpenRequest] = {}
+        self._models: Counter[tuple[str, str | None]] = Counter()
+        """Open requests of each; an owner's of the base are one."""
         self._published: set[Version] = set()
         self._newest: dict[str, Version] = {}
         """Of each model the newest version that is published."""
@@ -48,6 +51,11 @@ class SamplingDispatcher:
     def __bool__(self) -> bool:
         """Whether anything is sampled."""
         return bool(self._open)
+
+    @property
+    def num_models(self) -> int:
+        """Of which something is sampled."""
+        return len(self._models)
 
     def has_work(self) -> bool:
         return any(scheduler.has_work() for scheduler in self._schedulers)
@@ -79,7 +87,11 @@ class SamplingDispatcher:
             self._respond(RankResponse(id=id, error=failure))
             return
         left = set(range(request.num_samples))
-        self._open[request.request_id] = _OpenRequest(id=id, version=request.version, scheduler=scheduler, left=left)
+        model = request.owner, None if request.version is None else request.version.model_id
+        self._models[model] += 1
+        self._open[request.request_id] = _OpenRequest(
+            id=id, model=model, version=request.version, scheduler=scheduler, left=left
+        )
 
     def cancel(self, request_id: str) -> None:
         """Unknown ids are ignored."""
@@ -98,6 +110,9 @@ class SamplingDispatcher:
 
     def _end(self, request_id: str, error: DescantError | None) -> None:
         sampling = self._open.pop(request_id)
+        self._models[sampling.model] -= 1
+        if not self._models[sampling.model]:
+            del self._models[sampling.model]
         self._unpin(sampling.version)
         self._respond(RankResponse(id=sampling.id, error=error))
 

@@ -231,6 +231,8 @@ class ReferenceQueues:
         self._expected: dict[str, int] = {}
         """By model, of the last training turn."""
         self._both_wait = self._sampling = False
+        self._weight = 1.0
+        """Of a second of sampling."""
         # Models with something waiting, in order of arrival; ``_runtimes`` remembers the others.
         self._models: OrderedDict[str, ReferenceModelQueue] = OrderedDict()
         self._runtimes: dict[str, int] = {}
@@ -253,10 +255,12 @@ class ReferenceQueues:
         model_id, seq_id = key
         return next(entry for entry in self._models[model_id].entries if entry.command.seq_id == seq_id)
 
-    def choose(self, ready: Collection[Kind]) -> Choice:
+    def choose(self, ready: Mapping[Kind, int]) -> Choice:
         self.seen = tuple(self._waiting(model_id, waiting) for model_id, waiting in self._models.items())
         self._sampling = SAMPLE in ready
-        self._both_wait = self._sampling and any(model.data for model in self.seen)
+        num_training = sum(bool(model.data) for model in self.seen)
+        self._both_wait = self._sampling and num_training > 0
+        self._weight = max(1.0, num_training / ready[SAMPLE]) if self._sampling else 1.0
         limit = pass_tokens(self._measured, self._max_pass_s) if self._sampling else math.inf
         return decide(
             Waiting(models=self.seen, sampling=self._sampling, past=self._past),
@@ -329,7 +333,8 @@ class ReferenceQueues:
 
     def ran(self, kind: Kind, seconds: float) -> None:
         """A turn is over."""
-        self._past = self._past.after(kind, seconds, time_share=self._time_share, both_wait=self._both_wait)
+        weighed = seconds * self._weight if kind == SAMPLE else seconds
+        self._past = self._past.after(kind, weighed, time_share=self._time_share, both_wait=self._both_wait)
         if kind == TRAIN and self._sampling and self._backward_tokens:
             self._measured.append((self._backward_tokens, seconds))
         if kind == TRAIN and (self._sampling or self._piece_tokens is not None):

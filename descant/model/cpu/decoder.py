@@ -133,16 +133,26 @@ class CpuDecoder:
         contexts: Sequence[int],
         pages: Sequence[Sequence[int]],
         rows: Sequence[RowRef | None],
+        wanted: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """float32 [N, V] after one more token of each sequence, at most ``MAX_ROWS``. ``contexts``: tokens that are in
-        its ``pages`` already. ``rows`` sorted (rank bucket, then slot; None anywhere)."""
+        """float32 [N, V] after one more token of each of at most ``MAX_ROWS``. ``contexts``: tokens that are in its
+        ``pages`` already, or come in rows of this step. ``rows`` sorted (rank bucket, then slot; None anywhere).
+        ``wanted``: only of these, at least one; None: of all."""
         padding = self._num_rows(len(tokens)) - len(tokens)
-        adapters = self._adapters.step((*rows, *[None] * padding))
+        rows = (*rows, *[None] * padding)
+        adapters = self._adapters.step(rows)
         hidden_NH = self._hidden(tokens, contexts, pages, adapters)
+        num_wanted = len(tokens)
+        if wanted is not None and self._num_rows(len(wanted)) < len(rows):
+            num_wanted = len(wanted)
+            chosen = (*wanted, *[wanted[-1]] * (self._num_rows(num_wanted) - num_wanted))
+            hidden_NH = hidden_NH[list(chosen)]
+            adapters = None if adapters is None else self._adapters.among([rows[index] for index in chosen])
+            wanted = None
         logits_NV = product_with_adapters(
             hidden_NH, given(self._lm_head.prepacked), self._lm_head.bias_V, self._lm_head_product, adapters
         )
-        return self._lm_head.scaled(logits_NV[: len(tokens)])
+        return self._lm_head.scaled(logits_NV[:num_wanted] if wanted is None else logits_NV[list(wanted)])
 
     def _num_rows(self, num_sequences: int) -> int:
         return max(MIN_ROWS, -(-num_sequences // self._row_multiple) * self._row_multiple)

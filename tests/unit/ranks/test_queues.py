@@ -85,7 +85,7 @@ def step(model_id: str, seq_id: int) -> Entry:
 
 def run(waiting: Queues, *ready: Kind) -> Choice:
     """A turn of a second."""
-    choice = waiting.choose(ready)
+    choice = waiting.choose(dict.fromkeys(ready, 1))
     ended: Collection[RequestKey] = waiting.take(choice, 0.0).closes if choice.kind == TRAIN else choice.keys
     for key in ended:
         waiting.end(key)
@@ -164,7 +164,7 @@ class Both:
             self.queues.read(model_id)
 
     def turn(self) -> None:
-        ready = {SAMPLE} if self.random.random() < 0.4 else set()
+        ready = {SAMPLE: self.random.choice([1, 2, 4])} if self.random.random() < 0.4 else {}
         choice, expected = (side.choose(ready) for side in self.sides)
         assert choice == expected
         if choice.kind == IDLE:
@@ -257,13 +257,13 @@ def test_the_order_in_which_adapters_are_asked_for() -> None:
     assert run(waiting).model_ids == {"b"}
     for entry in (backward("a", 1, 1), backward("b", 2, 1), backward("c", 1, 1), step("d", 1), backward("d", 2, 1)):
         waiting.add(entry)
-    rows = waiting.choose(())
+    rows = waiting.choose({})
     assert rows.model_ids == {"d"}
     assert waiting.prefetch_order(rows) == ("e", "c", "d", "b", "a", "f")
     assert waiting.prefetch_order(Choice(kind=SAMPLE)) == ("d", "e", "c", "b", "a", "f")
     reading.set_result(None)
     waiting.read("f")
-    assert waiting.choose(()).model_ids == {"d", "f"}
+    assert waiting.choose({}).model_ids == {"d", "f"}
 
 
 def test_a_newcomer_does_not_shut_the_others_out() -> None:
@@ -301,7 +301,7 @@ def spent(tenants: Mapping[str, Tenant], waiting: Queues, *ready: Kind, turns: i
     for name in [*tenants, *tenants]:
         add(name)
     for _ in range(turns):
-        choice = waiting.choose(ready)
+        choice = waiting.choose(dict.fromkeys(ready, 1))
         took = {name: tenants[name].pass_ms for name in choice.model_ids}
         for waits in choice.data:
             name = waits.part.request[0]
@@ -355,7 +355,7 @@ def test_one_turn_that_compiles_counts_as_eight_at_most() -> None:
         waiting.add(backward(f"m{number}", 1, *[10] * 90))
 
     def turn(milliseconds: float) -> str:
-        choice = waiting.choose(())
+        choice = waiting.choose({})
         waiting.take(choice, 0.0)
         waiting.ran(TRAIN, MS * milliseconds)
         [name] = choice.model_ids
@@ -382,7 +382,7 @@ def test_a_decode_step_looks_at_nothing_that_waits(what: str) -> None:
         assert run(waiting, SAMPLE).kind == SAMPLE
         assert run(waiting).kind == TRAIN
     bank.asked = 0
-    choice = waiting.choose({SAMPLE})
+    choice = waiting.choose({SAMPLE: 1})
     assert choice == Choice(kind=SAMPLE)
     assert len(waiting.prefetch_order(choice)) in (47, 50)
     assert bank.asked == 0
@@ -395,7 +395,7 @@ def test_a_training_turn_asks_about_those_it_takes() -> None:
         waiting.add(backward(f"m{number}", 1, 30))
     for _ in range(3):
         bank.asked = 0
-        assert len(waiting.choose(()).data) == 3
+        assert len(waiting.choose({}).data) == 3
         assert bank.asked <= 3 * 2 + 2
         run(waiting)
 
@@ -568,6 +568,24 @@ def test_a_tenant_alone_who_trains_step_by_step_has_its_share_and_no_more() -> N
     assert had[TRAIN] == pytest.approx(had[SAMPLE], rel=0.2)
 
 
+@pytest.mark.parametrize(("trained", "sampled", "expected"), [(4, 1, 4.0), (6, 3, 2.0), (4, 4, 1.0), (1, 8, 1.0)])
+def test_where_more_models_wait_to_be_trained_they_have_more_of_the_time(
+    trained: int, sampled: int, expected: float
+) -> None:
+    waiting = queues(Bank(), tokens=10)
+    for number in range(trained):
+        waiting.add(backward(f"m{number}", 1, *[10] * 400))
+    spent = dict.fromkeys((TRAIN, SAMPLE), 0.0)
+    for _ in range(2000):
+        choice = waiting.choose({SAMPLE: sampled})
+        if choice.kind == TRAIN:
+            waiting.take(choice, 0.0)
+        seconds = 1.0 if choice.kind == TRAIN else 0.125
+        waiting.ran(choice.kind, seconds)
+        spent[choice.kind] += seconds
+    assert spent[TRAIN] / spent[SAMPLE] == pytest.approx(expected, rel=0.1)
+
+
 def test_a_turn_of_another_kind_leaves_the_queues_as_they_are() -> None:
     waiting = queues(Bank(), tokens=10)
     waiting.add(backward("a", 1, 10, 10))
@@ -588,7 +606,7 @@ def test_a_pass_that_others_wait_for_takes_no_longer_than_it_may() -> None:
         assert isinstance(entry.command, ForwardBackward)
         entry.command = replace(entry.command, forward_only=forward_only)
         waiting.add(entry)
-        while (choice := waiting.choose(ready)).kind != TRAIN:
+        while (choice := waiting.choose(dict.fromkeys(ready, 1))).kind != TRAIN:
             waiting.ran(choice.kind, 1.0)
         waiting.take(choice, 0.0)
         waiting.end(entry.key)
@@ -609,7 +627,7 @@ def test_a_pass_has_one_piece_at_least() -> None:
     waiting.add(backward("a", 1, *[10] * 6))
     choices = []
     for _ in range(6):
-        choices.append(waiting.choose({SAMPLE}))
+        choices.append(waiting.choose({SAMPLE: 1}))
         if choices[-1].kind == TRAIN:
             waiting.take(choices[-1], 0.0)
         waiting.ran(choices[-1].kind, 1.0)
