@@ -3,7 +3,7 @@
     trace.turn_began()          …  trace.mark("take")  …  trace.mark("decide")  …  trace.turn_ended(kind)
 
 Each mark says what the time since the last one was spent on; all of the loop's time is some turn's, or idle. A turn is
-one record in a ring of ``NUM_TURNS``; nothing is allocated for it. ``report`` says what is worth looking at.
+one record in a ring of ``NUM_TURNS``, which costs 3 to 4 µs (two busy cores). ``report`` says what is worth looking at.
 
 A gap is what sequences that could go on waited for a sampling turn: since the last one's end, or since the first turn
 that ran although they were there.
