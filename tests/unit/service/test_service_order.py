@@ -145,7 +145,7 @@ async def test_nothing_that_waited_behind_a_gap_is_stepped(
     np.testing.assert_array_equal(harness.weights(model), harness.weights(clean))
     at = 5 + len(waiting)
     command = forward_backward(model, at)
-    await harness.result(await harness.service.training.forward_backward("alice", command))
+    await harness.result(await harness.train(command))
     answer = await harness.answer(await harness.step(model, at + 1))
     assert isinstance(answer, DescantError) != next_step_works
     if next_step_works:

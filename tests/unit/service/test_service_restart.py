@@ -114,7 +114,7 @@ async def test_training_goes_on_from_the_checkpoint(harness: Harness) -> None:
         await harness.result(await harness.step(one, 2))
     saved = await harness.result(await harness.save(model, 3))
     next_pass = forward_backward(undisturbed, 3)
-    await harness.result(await harness.service.training.forward_backward("alice", next_pass))
+    await harness.result(await harness.train(next_pass))
     await harness.result(await harness.step(undisturbed, 4))
     expected = harness.weights(undisturbed).copy()
     await harness.restart()
@@ -125,7 +125,7 @@ async def test_training_goes_on_from_the_checkpoint(harness: Harness) -> None:
     assert again.model_id is not None
     assert isinstance(await harness.result(again), WeightsLoaded)
     resumed = replace(next_pass, model_id=again.model_id, seq_id=1)
-    await harness.result(await harness.service.training.forward_backward("alice", resumed))
+    await harness.result(await harness.train(resumed))
     await harness.result(await harness.step(again.model_id, 2))
     np.testing.assert_allclose(harness.weights(again.model_id), expected, atol=1e-6)
 

@@ -1,0 +1,405 @@
+"""Models made again after a death, of their rank or of the server: from their newest snapshot, by the journal.
+
+    recovery.interrupted(model)     # its trainer lost it: it is made again in the background
+    await recovery.start()          # at the server's start: all models that an earlier server had
+
+A model is created from its snapshot, or as it was created first. Its commands since then are done again in order. One
+that has no answer yet gets it from that; what was answered stays as it was answered, and it is counted where the
+loss comes out otherwise. Then the queue goes on with what has come meanwhile. Clients see a pause.
+
+A command that failed counts as failed: a backward poisons the gradient again. Saves that were answered are not made
+again. Weights saved for sampling without a name are published again where they are still in use.
+
+A command may be what ranks die of. One that ran at two deaths runs alone among such commands of its base; after a third
+it fails, and the recovery ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from descant.errors import DescantError, Lost, RankDied
+from descant.ports import Clock
+from descant.service.automatic_snapshots import AutomaticSnapshots
+from descant.service.backends import Backends
+from descant.service.command_queue import CommandQueue, Entry, result_of
+from descant.service.jobs import Job, Jobs
+from descant.service.journal import Journal, JournalEntry
+from descant.service.model_creation import ModelCreation
+from descant.service.models import LiveModel, Models, Progress
+from descant.service.sampling import Sampling
+from descant.service.training import Training, is_rejection, rejection
+from descant.types import (
+    Command,
+    CommandRecord,
+    CreateModel,
+    DeleteModel,
+    ForwardBackwardOutput,
+    ModelCreated,
+    Rejected,
+    Result,
+    Snapshot,
+    SnapshotRef,
+    Version,
+)
+
+log = logging.getLogger(__name__)
+
+DEATH_PAUSE_S = 0.2
+"""After a rank's death, until it is known what was lost with it."""
+
+MAX_DEATHS = 3
+
+AT_TRAINER = 32
+"""Commands of one model that are with its trainer at a time while they are repeated."""
+AT_TRAINER_BYTES = 64 << 20
+
+SETTLE_S = 60.0
+"""How long it is waited for that a save or a publication which needs nothing of the dead rank goes on by itself."""
+
+TOLERANCE = 1e-3
+"""By so much of itself a repeated loss may differ: the kernels of a GPU may add up in another order."""
+
+
+class Recovery:
+    """``QueueWatcher`` of all models."""
+
+    def __init__(
+        self,
+        *,
+        backends: Backends,
+        models: Models,
+        journal: Journal,
+        snapshots: AutomaticSnapshots,
+        jobs: Jobs,
+        clock: Clock,
+        lose: Callable[[LiveModel, str], Awaitable[None]],
+        lose_versions: Callable[[str, Collection[Version]], Awaitable[None]],
+    ):
+        """``lose``: a model that cannot be made again, and why. ``lose_versions``: unnamed versions that are not
+        published again."""
+        self._backends = backends
+        self._models = models
+        self._journal = journal
+        self._snapshots = snapshots
+        self._jobs = jobs
+        self._clock = clock
+        self._lose = lose
+        self._lose_versions = lose_versions
+        self.training: Training
+        self.creation: ModelCreation
+        self.sampling: Sampling
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._creating: set[str] = set()
+        """Models under recovery that no trainer has yet."""
+        self._suspects = {base: asyncio.Lock() for base in backends}
+        self.num_recovered: Counter[str] = Counter()
+        self.num_repeated: Counter[str] = Counter()
+        self.num_differing: Counter[str] = Counter()
+        """All by base."""
+
+    # ------------------------------------------------------------------------------------------------ QueueWatcher
+    def gap_closed(self, model_id: str, first: int, last: int, message: str) -> None:
+        model = self._models.get(model_id)
+        if model is None:
+            return
+        command = Rejected(model_id=model_id, seq_id=first, message=message, poisons_gradient=True)
+        record = rejection(command, "gap", last=last)
+        self._jobs.spawn(self._consume(model, record))
+
+    async def _consume(self, model: LiveModel, record: CommandRecord) -> None:
+        try:
+            await self._journal.consume(record, owner=model.record.owner, base=model.record.base)
+        except DescantError as error:  # a later server would wait for these ids once more
+            log.warning("a closed gap could not be written down: %s", error)
+
+    def sent(self, model_id: str, seq_id: int) -> None:
+        model = self._models.get(model_id)
+        if model is not None and model.recovering is None:
+            self._snapshots.consider(model, seq_id)
+
+    def died(self, model_id: str) -> None:
+        """Mostly ``interrupted`` follows at once; it does not for a model that was only being created."""
+        self._jobs.spawn(self._look_soon(model_id))
+
+    async def _look_soon(self, model_id: str) -> None:
+        await self._clock.sleep(DEATH_PAUSE_S)
+        model = self._models.get(model_id)
+        if model is not None and model.queue.held and model_id not in self._tasks:
+            self.interrupted(model)
+
+    # ------------------------------------------------------------------------------------------------ when
+    def interrupted(self, model: LiveModel) -> None:
+        """Its trainer has lost it."""
+        model_id, queue = model.record.model_id, model.queue
+        queue.hold()
+        if (first := queue.first_died()) is not None:
+            model.deaths[first] += 1
+        if model.lost or model_id in self._creating:
+            return
+        if (task := self._tasks.pop(model_id, None)) is not None:
+            task.cancel()
+        model.recovering = Progress()
+        task = self._tasks[model_id] = self._jobs.spawn(self._recover(model))
+        task.add_done_callback(partial(self._forget_task, model_id))
+
+    def _forget_task(self, model_id: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(model_id) is task:
+            del self._tasks[model_id]
+
+    async def forget(self, models: Sequence[LiveModel]) -> None:
+        """They are over or lost: what is kept for their recovery goes, and nothing is repeated any more."""
+        for model in models:
+            model.lost = True
+            if (task := self._tasks.pop(model.record.model_id, None)) is not None:
+                task.cancel()
+                self._creating.discard(model.record.model_id)
+            model.recovering = None
+            self.sampling.give_up(model.record.model_id)
+        await self._snapshots.forget([model.record.model_id for model in models])
+
+    def reason(self, model_id: str) -> str | None:
+        """Where the recovery of a model is; None if there is none."""
+        model = self._models.get(model_id)
+        if model is None or model.recovering is None:
+            return None
+        progress = model.recovering
+        return f"recovering model {model_id!r}: {progress.done} of {progress.total} commands replayed"
+
+    def stats(self, base: str) -> Mapping[str, float]:
+        return {
+            "models_recovering": sum(model.recovering is not None for model in self._models.of_base(base)),
+            "models_recovered": self.num_recovered[base],
+            "commands_replayed": self.num_repeated[base],
+            "replayed_losses_differ": self.num_differing[base],
+        }
+
+    # ------------------------------------------------------------------------------------------------ one model
+    async def _recover(self, model: LiveModel) -> None:
+        model_id, began = model.record.model_id, self._clock.monotonic()
+        try:
+            while True:
+                try:
+                    await self._repeat(model)
+                    break
+                except RankDied as died:
+                    log.warning("a model's recovery begins anew: %s", died)
+                    await self._clock.sleep(DEATH_PAUSE_S)
+        except DescantError as error:
+            log.error("a model could not be recovered: %s", error)
+            await self._lose(model, f"it could not be recovered: {error}")
+            return
+        except Exception:
+            log.exception("a model could not be recovered")
+            await self._lose(model, "it could not be recovered: an internal error")
+            return
+        finally:
+            self._creating.discard(model_id)
+        total = 0 if model.recovering is None else model.recovering.total
+        model.recovering = None
+        self.num_recovered[model.record.base] += 1
+        log.info("a model was recovered: %d commands in %.1f s", total, self._clock.monotonic() - began)
+        if lost := self.sampling.give_up(model_id):
+            await self._lose_versions(model.record.base, lost)
+
+    async def _repeat(self, model: LiveModel) -> None:
+        """Makes it, does again what it did, and has its queue go on. Raises ``RankDied`` where that has to begin
+        anew, and what else keeps it from being done."""
+        model_id, queue = model.record.model_id, model.queue
+        queue.begin_life()
+        model.recovering = progress = Progress()
+        self._creating.add(model_id)
+        position = self._snapshots.start_of(model)
+        creation = await self._creation(model, position)
+        await self._remove(model)
+        made = queue.send_again(0, creation)
+        await result_of(made, ModelCreated)
+        self._creating.discard(model_id)
+        repeating = _Repeating(self, model, progress)
+        while entries := [
+            entry for entry in await self._journal.entries(model_id, after=position) if entry.seq_id < queue.next_seq_id
+        ]:
+            progress.total += len(entries)
+            for entry in entries:
+                await repeating.repeat(entry)
+                position = entry.seq_id
+            await repeating.drain()
+        # Nothing is awaited since it was seen that no other command had its turn: what comes is sent from here.
+        queue.resume(after=position)
+
+    async def _creation(self, model: LiveModel, start: int) -> CreateModel:
+        if start in model.snapshots:
+            source, trainable = await self._snapshots.source(model, start)
+            return CreateModel(model_id=model.record.model_id, trainable=trainable, source=source)
+        entries = await self._journal.entries(model.record.model_id)
+        if not entries or entries[0].seq_id != 0:
+            raise Lost("the journal does not say how it was made")
+        return await self.creation.command(model.record, entries[0].record)
+
+    async def _remove(self, model: LiveModel) -> None:
+        """What a trainer may still have of it: not every death takes all."""
+        command = DeleteModel(model_id=model.record.model_id, seq_id=model.queue.next_seq_id)
+        with suppress(DescantError):
+            await asyncio.shield(model.backend.trainer.submit(command))
+
+    # ------------------------------------------------------------------------------------------------ at the start
+    async def restore(self, model: LiveModel, entries: Sequence[JournalEntry], pending: Collection[str]) -> set[str]:
+        """A model of an earlier server, held: its queue gets what was taken and has no answer. Returns which of the
+        ``pending`` requests go on here."""
+        record, queue, found = model.record, model.queue, set[str]()
+        for entry in entries:
+            request_id, written = entry.request_id, entry.record
+            waits = entry.seq_id >= queue.next_seq_id
+            goes_on = request_id is not None and request_id in pending
+            if goes_on and request_id is not None:
+                found.add(request_id)
+            if entry.seq_id == 0:
+                if goes_on and request_id is not None:
+                    job = self._jobs.add(
+                        Job(
+                            request_id=request_id,
+                            operation=written.operation,
+                            base=record.base,
+                            owner=record.owner,
+                            model_id=record.model_id,
+                        )
+                    )
+                    finish = self.creation.finish(model, written.operation)
+                    queue.reopen(Entry(seq_id=0, command=None, job=job, finish=finish))
+                continue
+            made = Entry(seq_id=entry.seq_id, command=None, num_bytes=written.num_bytes)
+            if goes_on and request_id is not None:
+                made.job = self.training.job(record, written, request_id)
+                made.finish = self.training.finish(record, written)
+            if waits:
+                made.command = await self.training.command(record, await self._journal.read(entry))
+                queue.waits_again(made)
+            elif goes_on:
+                queue.reopen(made)
+        self._models.waits(model)
+        return found
+
+    @staticmethod
+    def next_seq_id(entries: Sequence[JournalEntry], *, after: int) -> int:
+        """The first id behind ``after`` whose turn has not come: all before it are in the journal, or closed there."""
+        expected = after + 1
+        for entry in entries:
+            if entry.seq_id == expected:
+                expected = entry.record.arguments.get("last", entry.seq_id) + 1
+        return expected
+
+    # ------------------------------------------------------------------------------------------------ one command
+    async def command(self, model: LiveModel, entry: JournalEntry) -> Command:
+        """As it came."""
+        return await self.training.command(model.record, await self._journal.read(entry))
+
+    def suspects(self, base: str) -> asyncio.Lock:
+        return self._suspects[base]
+
+
+class _Repeating:
+    """One model's commands, one after the other, some of them on their way at a time."""
+
+    def __init__(self, recovery: Recovery, model: LiveModel, progress: Progress):
+        self._recovery = recovery
+        self._model = model
+        self._queue: CommandQueue = model.queue
+        self._progress = progress
+        self._sent: deque[tuple[JournalEntry, asyncio.Future[Result]]] = deque()
+        self._sent_bytes = 0
+
+    async def repeat(self, entry: JournalEntry) -> None:
+        queue, model_id, seq_id = self._queue, self._model.record.model_id, entry.seq_id
+        waiting = queue.entry(seq_id)
+        if waiting is not None and (outcome := waiting.outcome) is not None and await queue.settled(waiting, SETTLE_S):
+            entry, waiting = replace(entry, failed=outcome.exception() is not None), None
+        command = waiting.command if waiting is not None else None
+        if waiting is None and not await self._is_needed(entry):
+            self._progress.done += 1
+            return
+        if command is None:
+            command = await self._recovery.command(self._model, entry)
+        if waiting is None and entry.failed and entry.record.operation == "forward_backward":
+            message = "it failed before"
+            command = Rejected(model_id=model_id, seq_id=seq_id, message=message, poisons_gradient=True)
+        if self._model.deaths[seq_id] >= MAX_DEATHS:
+            command = self._give_up(entry, waiting, command)
+        if self._model.deaths[seq_id] == MAX_DEATHS - 1:
+            await self.drain()
+            async with self._recovery.suspects(self._model.record.base):
+                sent = await self._send(entry, command)
+                await self.drain()
+        else:
+            sent = await self._send(entry, command)
+        if isinstance(command, Snapshot) and waiting is None:
+            ref = await result_of(sent, SnapshotRef)
+            await self._recovery.sampling.publish_again(self._model.record, ref)
+
+    async def _is_needed(self, entry: JournalEntry) -> bool:
+        """Whether the model's state, or somebody who samples it, depends on a command that was answered."""
+        record = entry.record
+        if is_rejection(record):
+            return bool(record.arguments["poisons_gradient"])
+        match record.operation:
+            case "forward_backward" | "optim_step":
+                return True
+            case "load_weights":
+                return not entry.failed
+            case "save_weights_for_sampler" if "sampling_session_seq_id" in record.arguments and not entry.failed:
+                return self._recovery.sampling.awaits(Version(model_id=record.model_id, number=record.seq_id))
+        return False
+
+    def _give_up(self, entry: JournalEntry, waiting: Entry | None, command: Command) -> Command:
+        """Of a command that ranks die of. Raises ``Lost`` for one that was answered: without it the model is
+        another."""
+        why = (
+            f"{entry.record.operation} with seq_id {entry.seq_id} ran when the rank died {MAX_DEATHS} times, the last "
+            "time alone, and is not tried again"
+        )
+        if waiting is None or waiting.job is None:
+            raise Lost(why)
+        poisons = entry.record.operation == "forward_backward"
+        return Rejected(model_id=command.model_id, seq_id=command.seq_id, message=why, poisons_gradient=poisons)
+
+    async def _send(self, entry: JournalEntry, command: Command) -> asyncio.Future[Result]:
+        while self._sent and (
+            len(self._sent) >= AT_TRAINER or self._sent_bytes + entry.record.num_bytes > AT_TRAINER_BYTES
+        ):
+            await self._take_oldest()
+        outcome = self._queue.send_again(entry.seq_id, command)
+        self._sent.append((entry, outcome))
+        self._sent_bytes += entry.record.num_bytes
+        return outcome
+
+    async def drain(self) -> None:
+        """Until all have their results."""
+        while self._sent:
+            await self._take_oldest()
+
+    async def _take_oldest(self) -> None:
+        entry, outcome = self._sent.popleft()
+        self._sent_bytes -= entry.record.num_bytes
+        base = self._model.record.base
+        try:
+            result = await asyncio.shield(outcome)
+        except RankDied:
+            raise
+        except DescantError as error:
+            differs = entry.failed is False
+            why: object = error
+        else:
+            loss = result.metrics["loss:sum"] if isinstance(result, ForwardBackwardOutput) else None
+            was = entry.loss
+            differs = loss is not None and was is not None and not abs(loss - was) <= TOLERANCE * max(1.0, abs(was))
+            why = f"loss {loss}, it was {was}"
+        if differs:
+            self._recovery.num_differing[base] += 1
+            log.error("%s with seq_id %d came out otherwise: %s", entry.record.operation, entry.seq_id, why)
+        self._recovery.num_repeated[base] += 1
+        self._progress.done += 1
