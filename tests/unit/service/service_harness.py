@@ -44,7 +44,7 @@ from descant.types import (
     TrainableKind,
 )
 
-PATIENCE_S = 8.0
+PATIENCE_S = 20.0
 """Real seconds after which something that should end by itself is called a hang."""
 
 BASE = "fake/bigram"
