@@ -20,11 +20,11 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-from descant.errors import DescantError, Lost, RankDied
+from descant.errors import DescantError, Lost, RankDied, ServerError
 from descant.ports import Clock
 from descant.service.automatic_snapshots import AutomaticSnapshots
 from descant.service.backends import Backends
@@ -139,8 +139,7 @@ class Recovery:
         """Its trainer has lost it."""
         model_id, queue = model.record.model_id, model.queue
         queue.hold()
-        if (first := queue.first_died()) is not None:
-            model.deaths[first] += 1
+        self._count_death(model)
         if model.lost or model_id in self._creating:
             return
         if (task := self._tasks.pop(model_id, None)) is not None:
@@ -148,6 +147,11 @@ class Recovery:
         model.recovering = Progress()
         task = self._tasks[model_id] = self._jobs.spawn(self._recover(model))
         task.add_done_callback(partial(self._forget_task, model_id))
+
+    @staticmethod
+    def _count_death(model: LiveModel) -> None:
+        if (first := model.queue.first_died()) is not None:
+            model.deaths[first] += 1
 
     def _forget_task(self, model_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(model_id) is task:
@@ -190,6 +194,7 @@ class Recovery:
                     break
                 except RankDied as died:
                     log.warning("a model's recovery begins anew: %s", died)
+                    self._count_death(model)
                     await self._clock.sleep(DEATH_PAUSE_S)
         except DescantError as error:
             log.error("a model could not be recovered: %s", error)
@@ -218,8 +223,12 @@ class Recovery:
         position = self._snapshots.start_of(model)
         creation = await self._creation(model, position)
         await self._remove(model)
-        made = queue.send_again(0, creation)
-        await result_of(made, ModelCreated)
+        is_first = queue.entry(0) is not None
+        if is_first and model.deaths[0] >= MAX_DEATHS:
+            raise ServerError(f"its creation ran when the rank died {MAX_DEATHS} times, the last time alone")
+        alone = self._suspects[model.record.base] if is_first and model.deaths[0] == MAX_DEATHS - 1 else nullcontext()
+        async with alone:
+            await result_of(queue.send_again(0, creation), ModelCreated)
         self._creating.discard(model_id)
         repeating = _Repeating(self, model, progress)
         while entries := [

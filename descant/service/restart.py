@@ -80,8 +80,10 @@ class Restart:
     async def _restore(
         self, record: ModelRecord, snapshots: Sequence[int], pending: Collection[str]
     ) -> tuple[LiveModel, set[str]]:
-        """Raises ``DescantError``: its base is not served any more, or what was asked of it cannot be read."""
+        """Raises ``DescantError``: its base is not served or trained any more, or what was asked of it cannot be
+        read."""
         backend = self._backends[self._backends.served(record.base)]
+        backend.check_trains(record.trainable, of=f"model {record.model_id!r}")
         entries = await self._journal.entries(record.model_id)
         first = min((entry.seq_id for entry in entries if entry.seq_id > 0), default=1)
         newest = max(snapshots, default=0)

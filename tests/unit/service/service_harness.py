@@ -79,8 +79,8 @@ class RecordingTrainer(FakeTrainer):
         for future in self._futures:
             if not future.done():
                 future.set_exception(RankDied("the rank was killed"))
-        for held in (self.world.adapters, self.world.snapshots, self.world.published):
-            held.clear()
+        self.world.adapters.clear()
+        self.world.snapshots.clear()
 
 
 class CountingEngine(FakeEngine):
@@ -164,13 +164,14 @@ class Harness:
 
     def _backend(self, hook: Callable[[object], Any]) -> Backend:
         facts, capabilities = self.world.facts, EngineCapabilities(samples=self.samples or self.trains)
+        self.pool: TrainerPool | None = None
         if not self.apart:
             self.engine = self.engine_class(self.world, max_num_seqs=self.max_num_seqs, capabilities=capabilities)
             return Backend(facts=facts, trainer=self.trainer, engine=self.engine)
         # What is published is looked at where everything else is; no trainer does.
         sampled = FakeWorld(hook=hook)
         sampled.published = self.world.published
-        trainer = TrainerPool({0: self.trainer}, scratch=self.path)
+        trainer = self.pool = TrainerPool({0: self.trainer}, scratch=self.path)
         engines = {1: ServingEngine(sampled, max_num_seqs=self.max_num_seqs, capabilities=capabilities)}
         return Backend(facts=facts, trainer=trainer, engine=EnginePool(engines, source=trainer))
 
@@ -183,9 +184,14 @@ class Harness:
         await self.start()
 
     async def die(self) -> None:
-        """The process under ``BASE``, which trains and samples; another takes its place."""
+        """The process under ``BASE`` that trains; another takes its place. Published versions go with it, unless they
+        are ``apart``."""
         self.trainer.die()
-        await self.service.backend_restarted("fake")
+        if self.pool is not None:
+            await self.service.backend_restarted("fake", models=self.pool.on_replica_death(0), versions=())
+        else:
+            self.world.published.clear()
+            await self.service.backend_restarted("fake")
 
     async def recovered(self) -> None:
         """No model is being made again."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from service_harness import BASE, Harness, forward_backward
-from sqlalchemy import insert, update
+from sqlalchemy import update
 
 from descant.errors import Gone, Lost, RankDied, ServerError, UserError
 from descant.service import journal as journals
@@ -23,8 +25,6 @@ from descant.types import (
     RequestBody,
     SampleOutput,
     SampleRequest,
-    Snapshot,
-    SnapshotRef,
 )
 
 Death = Callable[[Harness], Awaitable[None]]
@@ -57,7 +57,7 @@ async def train(harness: Harness, model: str, first: int, last: int) -> None:
 
 
 async def undisturbed(path: Path, last: int) -> np.ndarray:
-    path.mkdir()
+    os.mkdir(path)
     harness = Harness(path)
     await harness.start()
     model = await harness.model()
@@ -306,9 +306,7 @@ async def test_an_inflight_sampler_follows_on(harness: Harness, death: Death) ->
     newest = (await harness.result(await harness.sampler(model, 6, number=1))).sampling_session_id
     await death(harness)
     expected = await harness.greedy(newest)
-    np.testing.assert_array_equal(
-        (await harness.greedy(sampler)).sequences[0].logprobs, expected.sequences[0].logprobs
-    )
+    np.testing.assert_array_equal((await harness.greedy(sampler)).sequences[0].logprobs, expected.sequences[0].logprobs)
     await harness.result(await harness.fb(model, 7))
     await harness.result(await harness.step(model, 8))
     newer = (await harness.result(await harness.sampler(model, 9, number=2))).sampling_session_id
@@ -413,13 +411,15 @@ async def test_deaths_during_a_recovery(harness: Harness, tmp_path: Path) -> Non
     await train(harness, model, 1, 8)
     kills = iter([OptimStep, CreateModel, ForwardBackward])
     kill = next(kills)
+    seen: list[asyncio.Future[None]] = []
 
     async def hook(what: object) -> None:
         nonlocal kill
         if isinstance(what, kill):
             kill = next(kills, type(None))
             harness.trainer.die()
-            asyncio.ensure_future(harness.service.backend_restarted("fake"))
+            harness.world.published.clear()
+            seen.append(asyncio.ensure_future(harness.service.backend_restarted("fake")))
             await asyncio.Event().wait()
 
     harness.hook = hook
@@ -460,8 +460,6 @@ async def test_large_bodies_lie_in_files(harness: Harness, tmp_path: Path, death
     command = forward_backward(model, 1)
     datum = command.data[0]
     command = replace(command, data=(datum,) * (journals.MAX_INLINE_BYTES // 100))
-    import pickle
-
     body = pickle.dumps(replace(command, loss_fn_config={})) + bytes(journals.MAX_INLINE_BYTES)
     await harness.result(await harness.service.training.forward_backward("alice", command, RequestBody(data=body)))
     [file] = (tmp_path / "journal").iterdir()
@@ -477,7 +475,7 @@ async def test_large_bodies_lie_in_files(harness: Harness, tmp_path: Path, death
 
 
 async def test_an_owner_has_so_much_of_the_journal(harness: Harness) -> None:
-    size = len(__import__("pickle").dumps(forward_backward("x", 1)))
+    size = len(pickle.dumps(forward_backward("x", 1)))
     harness.quotas = QuotaSettings(journal_bytes=3 * size)
     harness.settings = ServiceSettings(snapshot_commands=2)
     await harness.restart()
