@@ -42,6 +42,8 @@ FORMAT = 1
 MAX_INLINE_BYTES = 256 << 10
 """A body up to here lies in the database and costs no fsync of its own."""
 
+MAX_SEQ_ID = 2**63 - 1
+
 # Built once: building one takes longer than executing it.
 _FIND = select(commands.c.seq_id).where(
     commands.c.model_id == bindparam("of"), commands.c.seq_id == bindparam("number")
@@ -156,11 +158,11 @@ class Journal:
         return. Raises ``CannotStore``."""
         await self._database.write(partial(insert_command, record=record, owner=owner, base=base, request_id=None))
 
-    async def entries(self, model_id: str, *, after: int = -1) -> Sequence[JournalEntry]:
-        """In seq_id order."""
+    async def entries(self, model_id: str, *, after: int = -1, up_to: int = MAX_SEQ_ID) -> Sequence[JournalEntry]:
+        """Those behind ``after`` up to ``up_to``, in seq_id order."""
         rows = await self._database.read(
             select(*_DESCRIBED)
-            .where(commands.c.model_id == model_id, commands.c.seq_id > after)
+            .where(commands.c.model_id == model_id, commands.c.seq_id.between(after + 1, up_to))
             .order_by(commands.c.seq_id)
         )
         return [

@@ -304,6 +304,10 @@ class Recovery:
         return expected
 
     # ------------------------------------------------------------------------------------------------ one command
+    async def entry(self, model_id: str, seq_id: int) -> JournalEntry | None:
+        """As it stands now."""
+        return next(iter(await self._journal.entries(model_id, after=seq_id - 1, up_to=seq_id)), None)
+
     async def command(self, model: LiveModel, entry: JournalEntry) -> Command:
         """As it came."""
         return await self.training.command(model.record, await self._journal.read(entry))
@@ -328,6 +332,8 @@ class _Repeating:
         waiting = queue.entry(seq_id)
         if waiting is not None and (outcome := waiting.outcome) is not None and await queue.settled(waiting, SETTLE_S):
             entry, waiting = replace(entry, failed=outcome.exception() is not None), None
+        elif waiting is None and entry.failed is None:  # it was answered since the entry was read, perhaps
+            entry = await self._recovery.entry(model_id, seq_id) or entry
         command = waiting.command if waiting is not None else None
         if waiting is None and not await self._is_needed(entry):
             self._progress.done += 1

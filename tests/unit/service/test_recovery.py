@@ -145,6 +145,7 @@ async def test_what_has_no_answer_gets_it(harness: Harness, tmp_path: Path, deat
     await death(harness)
     for submitted in sent[:2]:
         await harness.result(submitted)
+    await harness.recovered()
     assert "seq_id 5" in await harness.pending(sent[2])
     await harness.result(await harness.fb(model, 5))
     await harness.result(sent[2])
