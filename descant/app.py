@@ -332,7 +332,11 @@ async def serving(
             auth=Keys(settings.owners_by_key()),
             ready=lambda: ready() or storage.trouble,
             missing=missing,
-            report=lambda: {**report(), "storage": storage.trouble},
+            report=lambda: {
+                **report(),
+                "storage": storage.trouble,
+                "replayed_losses_differ": service.recovery.num_differing.total(),
+            },
             settings=settings.http,
         )
         server = _Server(app, graceful_stop_s=settings.server.graceful_stop_s)

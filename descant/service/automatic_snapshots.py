@@ -67,7 +67,8 @@ class AutomaticSnapshots:
         self._not_before: dict[str, float] = {}
         """By model, whose last one failed."""
         self._taking: set[str] = set()
-        self.num_taken = 0
+        self.num_taken: Counter[str] = Counter()
+        """By base."""
 
     # ------------------------------------------------------------------------------------------------ taking
     def consider(self, model: LiveModel, seq_id: int) -> None:
@@ -110,7 +111,7 @@ class AutomaticSnapshots:
                 await drop(model.backend.trainer, ref)
             if taken:
                 self._not_before.pop(model_id, None)
-                self.num_taken += 1
+                self.num_taken[model.record.base] += 1
                 model.snapshots.append(seq_id)
                 await self.prune(model)
         except (DescantError, OSError) as error:

@@ -44,7 +44,7 @@ class QueueWatcher(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueuedCommand:
     """A command whose turn has come. ``command`` None: it is to be read from the journal. ``job`` None: nobody waits
     for its answer. ``outcome``: of its latest delivery, None before the first and once that has died; ``life``: of the
     model, in which that was. ``sent``: there is an outcome. ``settled``: none is being waited for or followed up."""
@@ -111,10 +111,10 @@ class CommandQueue:
         self._jobs = jobs
         self._clock = clock
         self._watcher = watcher
-        self._sequencer: Sequencer[Entry] = Sequencer(first_seq_id=next_seq_id, gap_timeout_s=gap_timeout_s)
-        self._open: dict[int, Entry] = {}
+        self._sequencer: Sequencer[QueuedCommand] = Sequencer(first_seq_id=next_seq_id, gap_timeout_s=gap_timeout_s)
+        self._open: dict[int, QueuedCommand] = {}
         """Those whose turn has come and that have no answer yet, or none that is written down."""
-        self._unsent: dict[int, Entry] = {}
+        self._unsent: dict[int, QueuedCommand] = {}
         """While the queue holds: those whose turn has come meanwhile."""
         self._at_trainer: dict[int, asyncio.Future[Result]] = {}
         self._died: set[int] = set()
@@ -127,7 +127,7 @@ class CommandQueue:
     def submit(self, command: Command, *, job: Job, finish: Finish, num_bytes: int = 0) -> None:
         """Goes to the trainer when its turn comes; ``finish`` makes the job's answer of what the trainer returns, and
         is called again for each delivery after one that died. ``num_bytes``: of its body in the journal."""
-        self._offer(Entry(seq_id=command.seq_id, command=command, num_bytes=num_bytes, job=job, finish=finish))
+        self._offer(QueuedCommand(seq_id=command.seq_id, command=command, num_bytes=num_bytes, job=job, finish=finish))
 
     @property
     def next_seq_id(self) -> int:
@@ -152,7 +152,7 @@ class CommandQueue:
         """An id whose request was rejected at once, so that what comes after it does not wait for it. Of those that
         would wait themselves ``MAX_CONSUMED`` are kept: a client with more rejected ones is broken."""
         if self.consumes(seq_id):
-            self._offer(Entry(seq_id=seq_id, command=self._rejected(seq_id, message, poisons_gradient)))
+            self._offer(QueuedCommand(seq_id=seq_id, command=self._rejected(seq_id, message, poisons_gradient)))
 
     def expire(self) -> None:
         self._act(self._sequencer.expire(now=self._clock.monotonic()))
@@ -165,7 +165,7 @@ class CommandQueue:
 
     def create(self, command: Command, *, job: Job, finish: Finish) -> None:
         """The first command, before any other."""
-        self._deliver(Entry(seq_id=command.seq_id, command=command, job=job, finish=finish))
+        self._deliver(QueuedCommand(seq_id=command.seq_id, command=command, job=job, finish=finish))
 
     def delete(self) -> None:
         """The last command, after ``end``."""
@@ -209,19 +209,19 @@ class CommandQueue:
         self._died.clear()
         return first
 
-    def reopen(self, entry: Entry) -> None:
+    def reopen(self, entry: QueuedCommand) -> None:
         """A command that an earlier server had taken and not answered; to be sent by ``send_again``."""
         self._begin(entry)
 
-    def waits_again(self, entry: Entry) -> None:
+    def waits_again(self, entry: QueuedCommand) -> None:
         """A command of an earlier server that waits for an earlier one."""
         self._offer(entry)
 
-    def entry(self, seq_id: int) -> Entry | None:
+    def entry(self, seq_id: int) -> QueuedCommand | None:
         """Of a command whose turn has come: one without an answer, or one that came while the queue holds."""
         return self._open.get(seq_id) or self._unsent.get(seq_id)
 
-    async def settled(self, entry: Entry, timeout_s: float) -> bool:
+    async def settled(self, entry: QueuedCommand, timeout_s: float) -> bool:
         """Whether what follows on an earlier delivery of it comes to its end: then that is waited for. The trainer had
         answered before its rank died, and a file is being committed, or weights are published elsewhere."""
         either = {asyncio.ensure_future(entry.settled.wait()), asyncio.ensure_future(self._clock.sleep(timeout_s))}
@@ -235,7 +235,7 @@ class CommandQueue:
     def send_again(self, seq_id: int, command: Command) -> asyncio.Future[Result]:
         """To the trainer, which has the model as it was before it; whoever waits for its answer gets this one."""
         self._unsent.pop(seq_id, None)
-        entry = self._open.get(seq_id) or Entry(seq_id=seq_id, command=command)
+        entry = self._open.get(seq_id) or QueuedCommand(seq_id=seq_id, command=command)
         entry.command = command
         return self._send(entry)
 
@@ -249,10 +249,10 @@ class CommandQueue:
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _offer(self, entry: Entry) -> None:
+    def _offer(self, entry: QueuedCommand) -> None:
         self._act(self._sequencer.offer(entry.seq_id, entry, now=self._clock.monotonic()))
 
-    def _act(self, events: tuple[Event[Entry], ...]) -> None:
+    def _act(self, events: tuple[Event[QueuedCommand], ...]) -> None:
         gradient_is_poisoned = False
         for event in events:
             match event:
@@ -269,21 +269,21 @@ class CommandQueue:
                     if event.item.job is not None:
                         self._jobs.fail(event.item.job, UserError(event.message))
 
-    def _deliver(self, entry: Entry) -> None:
+    def _deliver(self, entry: QueuedCommand) -> None:
         self._begin(entry)
         self._send_if_not_held(entry)
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: QueuedCommand) -> None:
         if entry.job is not None and entry.finish is not None:
             self._open[entry.seq_id] = entry
             entry.job.on_stored = partial(self._close, entry)
             self._jobs.start(entry.job, self._answer(entry, entry.finish))
 
-    def _close(self, entry: Entry) -> None:
+    def _close(self, entry: QueuedCommand) -> None:
         self._open.pop(entry.seq_id, None)
         entry.settled.set()
 
-    async def _answer(self, entry: Entry, finish: Finish) -> Answer:
+    async def _answer(self, entry: QueuedCommand, finish: Finish) -> Answer:
         while True:
             while (outcome := entry.outcome) is None:
                 await entry.sent.wait()
@@ -301,7 +301,7 @@ class CommandQueue:
                 if died and life == self._life:
                     self._has_died()
 
-    def _fail_in_place(self, event: Reject[Entry], gradient_is_poisoned: bool) -> bool:
+    def _fail_in_place(self, event: Reject[QueuedCommand], gradient_is_poisoned: bool) -> bool:
         """Leaves the trainer as if each of these had reached it and failed there; whether a gradient is poisoned now.
 
         The step that waited is the step that must fail: the trainer gets it, rejects it because of what was lost, and
@@ -311,19 +311,19 @@ class CommandQueue:
         command = event.item.command
         assert command is not None, "what waits has been read"
         if isinstance(command, OptimStep) and gradient_is_poisoned:
-            self._deliver(Entry(seq_id=event.seq_id, command=command))
+            self._deliver(QueuedCommand(seq_id=event.seq_id, command=command))
             return False
         poisons = poisons_gradient(command)
         self._reject(event.seq_id, event.message, poisons_gradient=poisons)
         return gradient_is_poisoned or poisons
 
     def _reject(self, seq_id: int, message: str, *, poisons_gradient: bool) -> None:
-        self._deliver(Entry(seq_id=seq_id, command=self._rejected(seq_id, message, poisons_gradient)))
+        self._deliver(QueuedCommand(seq_id=seq_id, command=self._rejected(seq_id, message, poisons_gradient)))
 
     def _rejected(self, seq_id: int, message: str, poisons_gradient: bool) -> Rejected:
         return Rejected(model_id=self._model_id, seq_id=seq_id, message=message, poisons_gradient=poisons_gradient)
 
-    def _send_if_not_held(self, entry: Entry) -> None:
+    def _send_if_not_held(self, entry: QueuedCommand) -> None:
         if self.held:
             self._unsent[entry.seq_id] = entry
             return
@@ -331,7 +331,7 @@ class CommandQueue:
         if not self._has_gradient and not self.held:
             self._watcher.sent(self._model_id, entry.seq_id)
 
-    def _send(self, entry: Entry) -> asyncio.Future[Result]:
+    def _send(self, entry: QueuedCommand) -> asyncio.Future[Result]:
         command = entry.command
         assert command is not None, "what is sent has been read"
         if poisons_gradient(command):

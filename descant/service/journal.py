@@ -25,6 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, insert, select, update
 
@@ -104,6 +105,7 @@ class Journal:
         self._database = database
         self._directory = directory
         self._bytes_of_owner: Counter[str] = Counter()
+        self._bytes_of_base: Counter[str] = Counter()
 
     @classmethod
     async def open(cls, database: Database, directory: Path) -> Journal:
@@ -119,17 +121,18 @@ class Journal:
         named = {row.file for row in await database.read(select(commands.c.file).where(commands.c.file.is_not(None)))}
         await asyncio.to_thread(_prepare, directory, named)
         size = func.sum(commands.c.num_bytes).label("size")
-        for row in await database.read(select(commands.c.owner, size).group_by(commands.c.owner)):
-            journal._bytes_of_owner[row.owner] = row.size
+        of = (commands.c.owner, commands.c.base)
+        for row in await database.read(select(*of, size).group_by(*of)):
+            journal._count(row.owner, row.base, row.size)
         return journal
 
     def num_bytes(self, owner: str) -> int:
         """Of the bodies of this owner's commands that would be repeated."""
         return self._bytes_of_owner[owner]
 
-    @property
-    def total_bytes(self) -> int:
-        return self._bytes_of_owner.total()
+    def num_bytes_of_base(self, base: str) -> int:
+        """Of all owners' commands on this base."""
+        return self._bytes_of_base[base]
 
     # ------------------------------------------------------------------------------------------------ commands
     async def with_file(self, record: CommandRecord) -> CommandRecord:
@@ -149,9 +152,15 @@ class Journal:
         if record.file is not None:
             await self._unlink([record.file])
 
-    def count(self, owner: str, record: CommandRecord) -> None:
+    def count(self, record: CommandRecord, *, owner: str, base: str) -> None:
         """It has come to be one."""
-        self._bytes_of_owner[owner] += record.num_bytes
+        self._count(owner, base, record.num_bytes)
+
+    def _count(self, owner: str, base: str, num_bytes: int) -> None:
+        for counter, key in ((self._bytes_of_owner, owner), (self._bytes_of_base, base)):
+            counter[key] += num_bytes
+            if counter[key] <= 0:
+                del counter[key]
 
     async def consume(self, record: CommandRecord, *, owner: str, base: str) -> None:
         """An entry without a future: an id that no command will take, or several (``arguments["last"]``). Durable on
@@ -250,20 +259,18 @@ class Journal:
         return {row.model_id for row in await self._database.read(select(commands.c.model_id).distinct())}
 
     async def _forget(self, which: ColumnElement[bool], older: ColumnElement[bool]) -> None:
-        described = select(commands.c.owner, commands.c.num_bytes, commands.c.file)
+        described = select(commands.c.owner, commands.c.base, commands.c.num_bytes, commands.c.file)
 
-        def remove(connection: Connection) -> Sequence[tuple[str, int, str | None]]:
+        def remove(connection: Connection) -> Sequence[Any]:
             found = connection.execute(described.where(which)).all()
             connection.execute(delete(commands).where(which))
             connection.execute(delete(snapshots).where(older))
-            return [(row.owner, row.num_bytes, row.file) for row in found]
+            return found
 
         found = await self._database.write(remove)
-        for owner, num_bytes, _ in found:
-            self._bytes_of_owner[owner] -= num_bytes
-            if self._bytes_of_owner[owner] <= 0:
-                del self._bytes_of_owner[owner]
-        await self._unlink([file for _, _, file in found if file is not None])
+        for row in found:
+            self._count(row.owner, row.base, -row.num_bytes)
+        await self._unlink([row.file for row in found if row.file is not None])
 
     async def _unlink(self, names: Sequence[str]) -> None:
         def unlink() -> None:

@@ -16,7 +16,7 @@ from descant.service.registry import ModelRecord, Registry
 
 
 @dataclass(slots=True, eq=False)
-class Progress:
+class RecoveryProgress:
     """Of a recovery: commands that are done again, of how many."""
 
     done: int = 0
@@ -37,7 +37,7 @@ class LiveModel:
     backend: Backend
     queue: CommandQueue
     lost: bool = False
-    recovering: Progress | None = None
+    recovering: RecoveryProgress | None = None
     snapshots: list[int] = field(default_factory=list)
     oldest: int = 0
     loads: bool = False

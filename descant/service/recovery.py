@@ -28,11 +28,11 @@ from descant.errors import DescantError, Lost, RankDied, ServerError
 from descant.ports import Clock
 from descant.service.automatic_snapshots import AutomaticSnapshots
 from descant.service.backends import Backends
-from descant.service.command_queue import CommandQueue, Entry, result_of
+from descant.service.command_queue import CommandQueue, QueuedCommand, result_of
 from descant.service.jobs import Job, Jobs
 from descant.service.journal import Journal, JournalEntry
 from descant.service.model_creation import ModelCreation
-from descant.service.models import LiveModel, Models, Progress
+from descant.service.models import LiveModel, Models, RecoveryProgress
 from descant.service.sampling import Sampling
 from descant.service.training import Training, is_rejection, rejection
 from descant.types import (
@@ -144,7 +144,7 @@ class Recovery:
             return
         if (task := self._tasks.pop(model_id, None)) is not None:
             task.cancel()
-        model.recovering = Progress()
+        model.recovering = RecoveryProgress()
         task = self._tasks[model_id] = self._jobs.spawn(self._recover(model))
         task.add_done_callback(partial(self._forget_task, model_id))
 
@@ -218,7 +218,7 @@ class Recovery:
         anew, and what else keeps it from being done."""
         model_id, queue = model.record.model_id, model.queue
         queue.begin_life()
-        model.recovering = progress = Progress()
+        model.recovering = progress = RecoveryProgress()
         self._creating.add(model_id)
         position = self._snapshots.start_of(model)
         creation = await self._creation(model, position)
@@ -280,9 +280,9 @@ class Recovery:
                         )
                     )
                     finish = self.creation.finish(model, written.operation)
-                    queue.reopen(Entry(seq_id=0, command=None, job=job, finish=finish))
+                    queue.reopen(QueuedCommand(seq_id=0, command=None, job=job, finish=finish))
                 continue
-            made = Entry(seq_id=entry.seq_id, command=None, num_bytes=written.num_bytes)
+            made = QueuedCommand(seq_id=entry.seq_id, command=None, num_bytes=written.num_bytes)
             if goes_on and request_id is not None:
                 made.job = self.training.job(record, written, request_id)
                 made.finish = self.training.finish(record, written)
@@ -319,7 +319,7 @@ class Recovery:
 class _Repeating:
     """One model's commands, one after the other, some of them on their way at a time."""
 
-    def __init__(self, recovery: Recovery, model: LiveModel, progress: Progress):
+    def __init__(self, recovery: Recovery, model: LiveModel, progress: RecoveryProgress):
         self._recovery = recovery
         self._model = model
         self._queue: CommandQueue = model.queue
@@ -370,7 +370,7 @@ class _Repeating:
                 return self._recovery.sampling.awaits(Version(model_id=record.model_id, number=record.seq_id))
         return False
 
-    def _give_up(self, entry: JournalEntry, waiting: Entry | None, command: Command) -> Command:
+    def _give_up(self, entry: JournalEntry, waiting: QueuedCommand | None, command: Command) -> Command:
         """Of a command that ranks die of. Raises ``Lost`` for one that was answered: without it the model is
         another."""
         why = (

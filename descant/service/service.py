@@ -278,6 +278,8 @@ class Service:
                 "training_waiting_bytes": self.training.admission[base].waiting_bytes,
                 "unnamed_versions": num_unnamed,
                 "unnamed_version_bytes": unnamed_bytes,
+                "journal_bytes": self._journal.num_bytes_of_base(base),
+                "snapshots_taken": self._snapshots.num_taken[base],
                 **self.recovery.stats(base),
             }
             if measured:

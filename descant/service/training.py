@@ -357,7 +357,7 @@ class Training:
             job = self.job(record, written, request_id, num_tokens=num_tokens, admitted=admitted)
             if isinstance(model, LiveModel) and not model.lost:
                 if is_kept:
-                    self._journal.count(record.owner, written)
+                    self._journal.count(written, owner=record.owner, base=record.base)
                 model.queue.submit(command, job=job, finish=self.finish(record, written), num_bytes=written.num_bytes)
                 self._models.waits(model)
             else:

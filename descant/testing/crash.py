@@ -188,7 +188,7 @@ def batch(chance: np.random.Generator) -> list[types.Datum]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class CrashOutcome:
     kills: int
     acknowledged: int
     lost: int
@@ -200,7 +200,7 @@ class Outcome:
 
 def run(
     directory: Path, *, kills: int | None, minutes: float | None, seed: int, num_clients: int, settings: tuple[str, ...]
-) -> Outcome:
+) -> CrashOutcome:
     """``kills`` or ``minutes``: how long. Prints what happens."""
     os.environ["TINKER_TELEMETRY"] = "0"
     model = tiny_model("llama", directory / "llama")
@@ -230,7 +230,7 @@ def run(
     for diary in diaries:
         for error in diary.errors:
             print(f"client {diary.number}: {error}", flush=True)
-    return Outcome(
+    return CrashOutcome(
         kills=num_kills,
         acknowledged=sum(diary.acknowledged for diary in diaries),
         lost=lost,

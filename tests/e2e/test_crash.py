@@ -1,4 +1,4 @@
-"""Ranks and servers that are killed under clients: nothing that was acknowledged is lost, and no client sees an error."""
+"""Ranks and servers are killed under clients: nothing that was acknowledged is lost, and no client sees an error."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ async def test_training_goes_on_from_automatic_snapshots(
     model = await harness.model()
     await train(harness, model, 1, 15)
     taken = harness.service._snapshots
-    await harness.until(lambda: taken.num_taken > 0 and not taken._taking)
+    await harness.until(lambda: taken.num_taken[BASE] > 0 and not taken._taking)
     entries = await harness.service._journal.entries(model)
     live = harness.service._models.get(model)
     assert live is not None
@@ -112,7 +112,9 @@ async def test_snapshots_are_nobodys_and_end_with_their_model(harness: Harness) 
     session = await harness.session()
     model = await harness.model(session)
     await train(harness, model, 1, 4)
-    await harness.until(lambda: harness.service._snapshots.num_taken > 0 and not harness.service._snapshots._taking)
+    await harness.until(
+        lambda: harness.service._snapshots.num_taken[BASE] > 0 and not harness.service._snapshots._taking
+    )
     assert await harness.snapshots.list(model)
     assert not await harness.checkpoints.list(model)
     with pytest.raises(UserError):
