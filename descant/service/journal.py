@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 """Of an entry: what ``operation`` and ``arguments`` mean, and that bodies are as they came."""
 
-MAX_INLINE_BYTES = 256 << 10
+MAX_INLINE_BYTES = 128 << 10
 """A body up to here lies in the database and costs no fsync of its own."""
 
 MAX_SEQ_ID = 2**63 - 1

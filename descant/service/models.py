@@ -79,6 +79,8 @@ class Models:
         self._of_base: dict[str, dict[str, LiveModel]] = {base: {} for base in backends}
         self._of_owner: dict[str, dict[str, int]] = {}
         """The bytes of each owner's models, by id; those that are being created count as well."""
+        self.ending: dict[str, LiveModel] = {}
+        """Models whose session is over and that still do what they were asked before."""
         self._behind: dict[str, LiveModel] = {}
         """Those that have requests waiting for earlier ones, and some that had."""
 
@@ -95,6 +97,10 @@ class Models:
     def get(self, model_id: str) -> LiveModel | None:
         """One that a trainer has, of any owner."""
         return self._models.get(model_id)
+
+    def find_ending(self, model_id: str) -> LiveModel | None:
+        """Also one whose session is over, while what it was asked before has not ended."""
+        return self._models.get(model_id) or self.ending.get(model_id)
 
     def of_base(self, base: str) -> Sequence[LiveModel]:
         """All that its trainer has."""

@@ -58,7 +58,7 @@ MAX_DEATHS = 3
 
 AT_TRAINER = 32
 """Commands of one model that are with its trainer at a time while they are repeated."""
-AT_TRAINER_BYTES = 64 << 20
+AT_TRAINER_BYTES = 8 << 20
 
 SETTLE_S = 60.0
 """How long it is waited for that a save or a publication which needs nothing of the dead rank goes on by itself."""
@@ -106,7 +106,7 @@ class Recovery:
 
     # ------------------------------------------------------------------------------------------------ QueueWatcher
     def gap_closed(self, model_id: str, first: int, last: int, message: str) -> None:
-        model = self._models.get(model_id)
+        model = self._models.find_ending(model_id)
         if model is None:
             return
         command = Rejected(model_id=model_id, seq_id=first, message=message, poisons_gradient=True)
@@ -130,7 +130,7 @@ class Recovery:
 
     async def _look_soon(self, model_id: str) -> None:
         await self._clock.sleep(DEATH_PAUSE_S)
-        model = self._models.get(model_id)
+        model = self._models.find_ending(model_id)
         if model is not None and model.queue.held and model_id not in self._tasks:
             self.interrupted(model)
 
@@ -161,7 +161,8 @@ class Recovery:
         """They are over or lost: what is kept for their recovery goes, and nothing is repeated any more."""
         for model in models:
             model.lost = True
-            if (task := self._tasks.pop(model.record.model_id, None)) is not None:
+            task = self._tasks.pop(model.record.model_id, None)
+            if task is not None and task is not asyncio.current_task():  # which ends by itself
                 task.cancel()
                 self._creating.discard(model.record.model_id)
             model.recovering = None
@@ -210,7 +211,7 @@ class Recovery:
         model.recovering = None
         self.num_recovered[model.record.base] += 1
         log.info("a model was recovered: %d commands in %.1f s", total, self._clock.monotonic() - began)
-        if lost := self.sampling.give_up(model_id):
+        if lost := self.sampling.give_up(model_id, but=model.queue.open_seq_ids):
             await self._lose_versions(model.record.base, lost)
 
     async def _repeat(self, model: LiveModel) -> None:

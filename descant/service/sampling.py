@@ -246,6 +246,8 @@ class Sampling:
                 self._ephemeral.remove(ref.version)
             raise
         finally:
+            if (awaited := self._awaited.pop(ref.version, None)) is not None:  # an earlier server had begun with it
+                awaited.done.set()
             self._ephemeral.end(ref.version, self._clock.monotonic())
             await drop(backend.trainer, ref)
 
@@ -301,9 +303,10 @@ class Sampling:
         finally:
             await drop(backend.trainer, ref)
 
-    def give_up(self, model_id: str) -> Collection[Version]:
-        """Those of a model that are not published again: they are lost. Who waits for them hears of it."""
-        lost = [version for version in self._awaited if version.model_id == model_id]
+    def give_up(self, model_id: str, *, but: Collection[int] = ()) -> Collection[Version]:
+        """Those of a model that are not published again, ``but`` for these numbers, whose save has no answer yet: they
+        are lost. Who waits for them hears of it."""
+        lost = [v for v in self._awaited if v.model_id == model_id and v.number not in but]
         for version in lost:
             awaited = self._awaited.pop(version)
             for publications in self._publications.values():

@@ -213,8 +213,8 @@ class Service:
         base = self._backends.served(base)
         gone = [
             model
-            for model in self._models.of_base(base)
-            if not model.lost and (models is None or model.record.model_id in models)
+            for model in (*self._models.of_base(base), *self._models.ending.values())
+            if model.record.base == base and not model.lost and (models is None or model.record.model_id in models)
         ]
         if versions is None:
             versions = self.sampling.published(base) if models is None else ()
@@ -417,6 +417,7 @@ class Service:
         finally:
             for model in models:
                 self._models.remove(model)
+                self._models.ending[model.record.model_id] = model
             self.sampling.end(session)
             self._jobs.spawn(self._clean_up(session, models))
 
@@ -427,6 +428,7 @@ class Service:
         if tasks:
             await asyncio.wait(tasks)
         for model in models:
+            self._models.ending.pop(model.record.model_id, None)
             if not model.lost:
                 model.queue.delete()
         await self.recovery.forget(models)

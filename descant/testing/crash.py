@@ -59,14 +59,20 @@ SETTINGS = (
 class CrashingServer:
     """``descant serve`` in a process, on one port and one directory through all its lives."""
 
-    def __init__(self, model: Path, directory: Path, *settings: str):
+    def __init__(self, model: Path, directory: Path, *settings: str, snapshots: bool = True):
+        """``snapshots``: automatic ones are taken often."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.data_dir = directory / "data"
         self._log = directory / "server.log"
         self._command = [sys.executable, "-m", "descant.cli", "serve", str(model)]
-        for setting in (f"data_dir={self.data_dir}", f"server.port={self.port}", *SETTINGS, *settings):
+        for setting in (
+            f"data_dir={self.data_dir}",
+            f"server.port={self.port}",
+            *(SETTINGS if snapshots else ()),
+            *settings,
+        ):
             self._command += ["--set", setting]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -152,14 +158,15 @@ def client(url: str, model: str, diary: Diary, seed: int, goes_on: Callable[[Dia
             training = service.create_lora_training_client(model, rank=RANK, seed=diary.number).result(timeout=END_S)
             step = 0
             while goes_on(diary):
-                _step(training, diary, np.random.default_rng([seed, diary.number, step]), step)
+                take_step(training, diary, np.random.default_rng([seed, diary.number, step]), step)
                 step += 1
             diary.final = training.save_state("final").result(timeout=END_S).path
     except Exception:
         diary.errors.append(traceback.format_exc())
 
 
-def _step(training: tinker.TrainingClient, diary: Diary, chance: np.random.Generator, step: int) -> None:
+def take_step(training: tinker.TrainingClient, diary: Diary, chance: np.random.Generator, step: int) -> None:
+    """Step 0 neither samples nor saves."""
     sent = [training.forward_backward(batch(chance), "cross_entropy") for _ in range(1 + step % 2)]
     stepped = training.optim_step(types.AdamParams(learning_rate=1e-3 * (1 + step % 3)))
     diary.losses += [one.result(timeout=END_S).metrics["loss:sum"] for one in sent]
@@ -281,8 +288,8 @@ def _join(threads: list[threading.Thread], diaries: list[Diary]) -> None:
 
 def _check(server: CrashingServer, model: str, diary: Diary, seed: int) -> int:
     """How many acknowledged steps are not in the client's weights; errors go to its diary."""
-    if not diary.final:
-        return diary.acknowledged
+    if not diary.final:  # it ended with an error, and there is nothing to compare
+        return 0
     same = Diary(diary.number)
     client(server.url, model, same, seed, lambda same: same.acknowledged < diary.acknowledged)
     diary.errors += [f"undisturbed: {error}" for error in same.errors]

@@ -17,6 +17,7 @@ from sqlalchemy import update
 from descant.errors import Gone, Lost, RankDied, ServerError, UserError
 from descant.service import journal as journals
 from descant.service import schema
+from descant.service.registry import Registry
 from descant.service.settings import QuotaSettings, ServiceSettings
 from descant.types import (
     CreateModel,
@@ -25,6 +26,7 @@ from descant.types import (
     RequestBody,
     SampleOutput,
     SampleRequest,
+    Snapshot,
 )
 
 Death = Callable[[Harness], Awaitable[None]]
@@ -297,6 +299,54 @@ async def test_unnamed_versions_in_use_are_published_again(harness: Harness, dea
         output = await harness.greedy(sampler, 1)
         np.testing.assert_array_equal(output.sequences[0].logprobs, expected.sequences[0].logprobs)
     await harness.result(await harness.sampler(model, 10, number=10))
+
+
+async def test_a_sampler_whose_save_has_no_answer_that_is_written(harness: Harness) -> None:
+    """Its client may have the answer, and samples while the recovery has not come so far."""
+    model = await harness.model()
+    await train(harness, model, 1, 2)
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    harness.futures.resolve = never  # type: ignore[method-assign]
+    submitted = await harness.sampler(model, 3, number=0)
+    sampler = f"{model.partition(':')[0]}:sample:0"
+    for _ in range(1000):
+        if await Registry(harness.database).sampling_session(sampler) is not None:
+            break
+        await asyncio.sleep(0.001)
+    await harness.restart()
+    sampled = await harness.sample(sampler)
+    assert (await harness.result(submitted)).sampling_session_id == sampler
+    assert isinstance(await harness.result(sampled), SampleOutput)
+    assert isinstance(await harness.greedy(sampler, 1), SampleOutput)
+
+
+async def test_a_session_that_ends_during_a_recovery(harness: Harness) -> None:
+    """What it was asked before is done, whatever dies meanwhile, and then nothing is left of it."""
+    session = await harness.session()
+    model = await harness.model(session)
+    await train(harness, model, 1, 2)
+    blocked = asyncio.Event()
+
+    async def hook(what: object) -> None:
+        if isinstance(what, Snapshot) and not blocked.is_set():
+            blocked.set()
+            await asyncio.Event().wait()
+
+    harness.hook = hook
+    saving = await harness.save(model, 3)
+    await blocked.wait()
+    await harness.finish(session)
+    await harness.die()
+    await harness.result(saving)
+    await harness.until(lambda: not harness.service._models.ending and model not in harness.world.adapters)
+    for _ in range(1000):
+        if not await harness.service._journal.models():
+            break
+        await asyncio.sleep(0.001)
+    assert not await harness.service._journal.models()
 
 
 @deaths
