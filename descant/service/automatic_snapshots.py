@@ -175,6 +175,7 @@ class AutomaticSnapshots:
         if start <= model.oldest:
             return
         model.oldest = start
+        model.queue.forget(up_to=start)
         await self._journal.prune(model_id, keep_after=start)
         for seq_id in [seq_id for seq_id in model.snapshots if seq_id < start]:
             model.snapshots.remove(seq_id)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
-from descant.errors import DescantError, RankDied, ServerError, UserError
+from descant.errors import DescantError, NotFound, RankDied, ServerError, UserError
 from descant.ports import Clock, Trainer
 from descant.service.jobs import Job, Jobs
 from descant.service.order import CloseGap, Deliver, Event, Reject, Sequencer
@@ -117,6 +117,8 @@ class CommandQueue:
         self._unsent: dict[int, QueuedCommand] = {}
         """While the queue holds: those whose turn has come meanwhile."""
         self._at_trainer: dict[int, asyncio.Future[Result]] = {}
+        self._rejected: dict[int, Rejected] = {}
+        """What took the place of others. The journal has it a moment later."""
         self._died: set[int] = set()
         self._life = 0
         self._has_gradient = False
@@ -152,7 +154,7 @@ class CommandQueue:
         """An id whose request was rejected at once, so that what comes after it does not wait for it. Of those that
         would wait themselves ``MAX_CONSUMED`` are kept: a client with more rejected ones is broken."""
         if self.consumes(seq_id):
-            self._offer(QueuedCommand(seq_id=seq_id, command=self._rejected(seq_id, message, poisons_gradient)))
+            self._offer(QueuedCommand(seq_id=seq_id, command=self._rejection(seq_id, message, poisons_gradient)))
 
     def expire(self) -> None:
         self._act(self._sequencer.expire(now=self._clock.monotonic()))
@@ -208,6 +210,15 @@ class CommandQueue:
         first = min(self._died, default=None)
         self._died.clear()
         return first
+
+    def rejected(self, seq_id: int) -> Rejected | None:
+        """What was done in the place of a command that waited behind a gap."""
+        return self._rejected.get(seq_id)
+
+    def forget(self, *, up_to: int) -> None:
+        """No recovery goes back so far."""
+        for seq_id in [seq_id for seq_id in self._rejected if seq_id <= up_to]:
+            del self._rejected[seq_id]
 
     def reopen(self, entry: QueuedCommand) -> None:
         """A command that an earlier server had taken and not answered; to be sent by ``send_again``."""
@@ -291,7 +302,8 @@ class CommandQueue:
             try:
                 return await finish(outcome)
             except DescantError as error:
-                died = isinstance(error, RankDied)  # with the model, or with what of it was being saved
+                # With the model, or with what of it was being saved.
+                died = isinstance(error, RankDied) or (self.held and isinstance(error, NotFound))
                 if not died and life == self._life:
                     raise
                 if entry.outcome is outcome:
@@ -318,9 +330,10 @@ class CommandQueue:
         return gradient_is_poisoned or poisons
 
     def _reject(self, seq_id: int, message: str, *, poisons_gradient: bool) -> None:
-        self._deliver(QueuedCommand(seq_id=seq_id, command=self._rejected(seq_id, message, poisons_gradient)))
+        command = self._rejected[seq_id] = self._rejection(seq_id, message, poisons_gradient)
+        self._deliver(QueuedCommand(seq_id=seq_id, command=command))
 
-    def _rejected(self, seq_id: int, message: str, poisons_gradient: bool) -> Rejected:
+    def _rejection(self, seq_id: int, message: str, poisons_gradient: bool) -> Rejected:
         return Rejected(model_id=self._model_id, seq_id=seq_id, message=message, poisons_gradient=poisons_gradient)
 
     def _send_if_not_held(self, entry: QueuedCommand) -> None:

@@ -24,7 +24,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
-from descant.errors import DescantError, Lost, RankDied, ServerError
+from descant.errors import DescantError, Lost, NotFound, RankDied, ServerError
 from descant.ports import Clock
 from descant.service.automatic_snapshots import AutomaticSnapshots
 from descant.service.backends import Backends
@@ -96,8 +96,10 @@ class Recovery:
         self.creation: ModelCreation
         self.sampling: Sampling
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._creating: set[str] = set()
-        """Models under recovery that no trainer has yet."""
+        self._consuming: dict[str, set[asyncio.Task[None]]] = {}
+        """Closed gaps that are being written down, by model."""
+        self._creating: dict[str, asyncio.Future[Result] | None] = {}
+        """Models under recovery that no trainer has yet, as far as we know, and what one says once it is asked."""
         self._suspects = {base: asyncio.Lock() for base in backends}
         self.num_recovered: Counter[str] = Counter()
         self.num_repeated: Counter[str] = Counter()
@@ -111,7 +113,14 @@ class Recovery:
             return
         command = Rejected(model_id=model_id, seq_id=first, message=message, poisons_gradient=True)
         record = rejection(command, "gap", last=last)
-        self._jobs.spawn(self._consume(model, record))
+        task = self._jobs.spawn(self._consume(model, record))
+        self._consuming.setdefault(model_id, set()).add(task)
+        task.add_done_callback(partial(self._has_consumed, model_id))
+
+    def _has_consumed(self, model_id: str, task: asyncio.Task[None]) -> None:
+        self._consuming[model_id].discard(task)
+        if not self._consuming[model_id]:
+            del self._consuming[model_id]
 
     async def _consume(self, model: LiveModel, record: CommandRecord) -> None:
         try:
@@ -140,13 +149,20 @@ class Recovery:
         model_id, queue = model.record.model_id, model.queue
         queue.hold()
         self._count_death(model)
-        if model.lost or model_id in self._creating:
+        if model.lost or self._is_being_made(model_id):
             return
         if (task := self._tasks.pop(model_id, None)) is not None:
             task.cancel()
         model.recovering = RecoveryProgress()
         task = self._tasks[model_id] = self._jobs.spawn(self._recover(model))
         task.add_done_callback(partial(self._forget_task, model_id))
+
+    def _is_being_made(self, model_id: str) -> bool:
+        """Then its death is that of no trainer, or its recovery knows of it."""
+        if model_id not in self._creating:
+            return False
+        made = self._creating[model_id]
+        return made is None or not made.done() or isinstance(made.exception(), RankDied)
 
     @staticmethod
     def _count_death(model: LiveModel) -> None:
@@ -164,7 +180,7 @@ class Recovery:
             task = self._tasks.pop(model.record.model_id, None)
             if task is not None and task is not asyncio.current_task():  # which ends by itself
                 task.cancel()
-                self._creating.discard(model.record.model_id)
+                self._creating.pop(model.record.model_id, None)
             model.recovering = None
             self.sampling.give_up(model.record.model_id)
         await self._snapshots.forget([model.record.model_id for model in models])
@@ -206,7 +222,7 @@ class Recovery:
             await self._lose(model, "it could not be recovered: an internal error")
             return
         finally:
-            self._creating.discard(model_id)
+            self._creating.pop(model_id, None)
         total = 0 if model.recovering is None else model.recovering.total
         model.recovering = None
         self.num_recovered[model.record.base] += 1
@@ -220,7 +236,9 @@ class Recovery:
         model_id, queue = model.record.model_id, model.queue
         queue.begin_life()
         model.recovering = progress = RecoveryProgress()
-        self._creating.add(model_id)
+        self._creating[model_id] = None
+        if model_id in self._consuming:
+            await asyncio.wait(self._consuming[model_id])
         position = self._snapshots.start_of(model)
         creation = await self._creation(model, position)
         await self._remove(model)
@@ -229,8 +247,9 @@ class Recovery:
             raise ServerError(f"its creation ran when the rank died {MAX_DEATHS} times, the last time alone")
         alone = self._suspects[model.record.base] if is_first and model.deaths[0] == MAX_DEATHS - 1 else nullcontext()
         async with alone:
-            await result_of(queue.send_again(0, creation), ModelCreated)
-        self._creating.discard(model_id)
+            made = self._creating[model_id] = queue.send_again(0, creation)
+            await result_of(made, ModelCreated)
+        self._creating.pop(model_id, None)
         repeating = _Repeating(self, model, progress)
         while entries := [
             entry for entry in await self._journal.entries(model_id, after=position) if entry.seq_id < queue.next_seq_id
@@ -336,6 +355,8 @@ class _Repeating:
         elif waiting is None and entry.failed is None:  # it was answered since the entry was read, perhaps
             entry = await self._recovery.entry(model_id, seq_id) or entry
         command = waiting.command if waiting is not None else None
+        if waiting is None and (rejected := queue.rejected(seq_id)) is not None:
+            command, entry = rejected, replace(entry, failed=True)
         if waiting is None and not await self._is_needed(entry):
             self._progress.done += 1
             return
@@ -406,6 +427,8 @@ class _Repeating:
             result = await asyncio.shield(outcome)
         except RankDied:
             raise
+        except NotFound as error:  # it died between two of them
+            raise RankDied(f"the model is not there any more: {error}") from None
         except DescantError as error:
             differs = entry.failed is False
             why: object = error
