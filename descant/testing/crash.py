@@ -90,6 +90,12 @@ class CrashingServer:
                 raise RuntimeError(f"the server was not ready in {READY_S:g} s, see {self._log}")
             time.sleep(0.1)
 
+    def wait_until_recovered(self) -> None:
+        """Until every model is there again: who kills faster than that keeps everybody waiting."""
+        deadline = time.monotonic() + READY_S
+        while self.metrics().get("descant_models_recovering", 0.0) and time.monotonic() < deadline:
+            time.sleep(0.1)
+
     def _is_ready(self) -> bool:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
@@ -262,6 +268,8 @@ def _kill(
         return num_kills < kills if kills is not None else time.monotonic() - began < 60.0 * (minutes or 1.0)
 
     while goes_on():
+        if chance.random() < 0.6:  # else a recovery may be hit
+            server.wait_until_recovered()
         time.sleep(chance.uniform(0.3, 4.0))
         if chance.random() < 0.5:
             if not server.kill_rank(chance):
