@@ -185,6 +185,11 @@ class Recovery:
             self.sampling.give_up(model.record.model_id)
         await self._snapshots.forget([model.record.model_id for model in models])
 
+    async def ended(self, model: LiveModel, *, timeout_s: float) -> None:
+        """Waits until its recovery has come to its end, if there is one; for so long."""
+        if (task := self._tasks.get(model.record.model_id)) is not None:
+            await asyncio.wait([task], timeout=timeout_s)
+
     def reason(self, model_id: str) -> str | None:
         """Where the recovery of a model is; None if there is none."""
         model = self._models.get(model_id)

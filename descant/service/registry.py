@@ -196,6 +196,11 @@ class Registry:
             .values(status=status, status_reason=reason)
         )
 
+    async def set_ended_reason(self, model_id: str, reason: str) -> None:
+        """Of a model whose session is over."""
+        of = (schema.models.c.model_id == model_id) & (schema.models.c.status == "deleted")
+        await self._write(update(schema.models).where(of).values(status_reason=reason))
+
     async def lose(self, *, models: Collection[str], versions: Collection[Version], reason: str) -> None:
         """These models are lost, and the ephemeral samplers of these versions."""
         samplers = schema.sampling_sessions

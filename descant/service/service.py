@@ -27,6 +27,7 @@ from descant.errors import CannotStore, DescantError, Gone, ServerError
 from descant.ports import CheckpointStore, Clock, FutureStore, Progress
 from descant.service.automatic_snapshots import AutomaticSnapshots
 from descant.service.backends import Backend, Backends
+from descant.service.command_queue import result_of
 from descant.service.futures import FutureService
 from descant.service.jobs import Job, Jobs
 from descant.service.journal import Journal
@@ -43,12 +44,26 @@ from descant.service.saves import Saves
 from descant.service.sessions import Session, Sessions
 from descant.service.settings import QuotaSettings, ServiceSettings
 from descant.service.training import Training
-from descant.types import Answer, Encoded, ForwardBackward, ModelFacts, RequestBody, Version
+from descant.types import (
+    Answer,
+    CheckpointName,
+    Encoded,
+    ForwardBackward,
+    ModelFacts,
+    RequestBody,
+    Snapshot,
+    SnapshotRef,
+    Version,
+)
 
 log = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
 """A rank answers between two turns; one in a long turn is left out."""
+
+
+SILENT_NAME = "when-silent"
+"""Of the checkpoint that a model of a client that went silent leaves."""
 
 
 class Service:
@@ -405,7 +420,8 @@ class Service:
 
     # ================================================================================================ in time
 
-    async def _end_session(self, session: Session, reason: str) -> None:
+    async def _end_session(self, session: Session, reason: str, *, keep: bool = False) -> None:
+        """``keep``: what its models have learnt, in checkpoints for a while."""
         if session.over is not None:
             return
         session.over = reason
@@ -419,20 +435,45 @@ class Service:
                 self._models.remove(model)
                 self._models.ending[model.record.model_id] = model
             self.sampling.end(session)
-            self._jobs.spawn(self._clean_up(session, models))
+            self._jobs.spawn(self._clean_up(session, models, keep=keep))
 
-    async def _clean_up(self, session: Session, models: Sequence[LiveModel]) -> None:
+    async def _clean_up(self, session: Session, models: Sequence[LiveModel], *, keep: bool) -> None:
         """When what they were asked before has ended (a save is still being written), models and versions go."""
         jobs = [job for model in models for job in self._jobs.of_model(model.record.model_id)]
         tasks = [job.task for job in jobs if job.task is not None]
         if tasks:
             await asyncio.wait(tasks)
+        if keep and session.over is not None:
+            await asyncio.gather(*(_logged(self._keep(model, session.over)) for model in models))
         for model in models:
             self._models.ending.pop(model.record.model_id, None)
             if not model.lost:
                 model.queue.delete()
         await self.recovery.forget(models)
         await self.sampling.release(session)
+
+    async def _keep(self, model: LiveModel, reason: str) -> None:
+        """What a model has learnt, as a checkpoint of its owner's that ends by itself. Its calls name it."""
+        record, seq_id, keep_s = model.record, model.queue.next_seq_id, int(self._settings.keep_silent_s)
+        if seq_id == 1 or not keep_s:  # nothing was asked of it
+            return
+        await self.recovery.ended(model, timeout_s=self._settings.stall_timeout_s)
+        if model.lost:
+            return
+        command = Snapshot(model_id=record.model_id, seq_id=seq_id, kind="training")
+        ref = await result_of(model.backend.trainer.submit(command), SnapshotRef)
+        checkpoint = await self._saves.save(
+            ref,
+            CheckpointName(model_id=record.model_id, type="weights", name=SILENT_NAME),
+            trainer=model.backend.trainer,
+            owner=record.owner,
+            base=record.base,
+            overwrite=True,
+            ttl_seconds=keep_s,
+        )
+        days = keep_s / 86400
+        kept = f"its weights and optimiser state are kept for {days:g} days as {checkpoint.name.uri}"
+        await self._registry.set_ended_reason(record.model_id, f"{reason}; {kept}")
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -469,7 +510,8 @@ class Service:
             case Action.RELEASE_WEIGHTS if session is not None:
                 await _logged(self.sampling.release_unnamed(session, lapse.silent_s))
             case Action.END_SESSION if session is not None:
-                await _logged(self._end_session(session, f"nothing was heard of it for {lapse.silent_s:.0f} s"))
+                why = f"nothing was heard of it for {lapse.silent_s:.0f} s"
+                await _logged(self._end_session(session, why, keep=True))
 
     async def _prune(self) -> None:
         """Forgets what need not be remembered any more, and gives the room back."""

@@ -21,6 +21,9 @@ class ServiceSettings:
     keep_ended_s: float = 7 * 24 * 3600.0
     """What is remembered of a session that is over, and of its models and samplers, is forgotten after this long.
     Checkpoints stay: they say themselves whose they are."""
+    keep_silent_s: float = 7 * 24 * 3600.0
+    """What the models of a session that ended by silence have learnt is kept in a checkpoint each, for so long. 0: it
+    is not."""
     keep_versions: int = 8
     """Of the weights that a model saves for sampling without a name the newest stay, so many."""
     keep_sampled_s: float = 900.0
