@@ -91,7 +91,7 @@ def decode_step(queues: Queues | ReferenceQueues) -> float:
     queues.ran(ROWS, 1.0)  # ... and rows are not
 
     def turn() -> None:
-        choice = queues.choose({SAMPLE})
+        choice = queues.choose({SAMPLE: 1})
         assert choice.kind == SAMPLE
         queues.prefetch_order(choice)
         queues.ran(choice.kind, 0.1)
@@ -112,7 +112,7 @@ def training_turn(queues: Queues | ReferenceQueues) -> float:
     taken = list[tuple[str, int]]()
 
     def turn() -> None:
-        choice = queues.choose(())
+        choice = queues.choose({})
         assert choice.kind == TRAIN
         queues.prefetch_order(choice)
         for key in queues.take(choice, 0.0).closes:

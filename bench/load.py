@@ -1,7 +1,8 @@
 """The real load: clients of the SDK, out of step, through ``descant serve``, beside the same work in lockstep.
 
     python bench/load.py [--clients N [N ...]] [--shape smollm2 | DIRECTORY | qwen3-0.6b ...] [--seconds S]
-                         [--samples 8] [--tokens 64] [--think 0.05] [--set KEY=VALUE] [--json FILE] [--quick]
+                         [--samples 8] [--tokens 64] [--think 0.05] [--warm-up 2] [--set KEY=VALUE] [--json FILE]
+                         [--quick]
 
 Each client has an API key, an adapter (ranks go round) and a loop of its own: it samples (``--samples`` of ``--tokens``
 on average, after prompts of other lengths), trains (``forward_backward`` and ``optim_step``), publishes
@@ -9,10 +10,10 @@ on average, after prompts of other lengths), trains (``forward_backward`` and ``
 (``importance_sampling``), the fourth learns texts (``cross_entropy``). They run in a few processes. What they send is
 drawn from seeds; who meets whom is not.
 
-A window of ``--seconds`` begins when every client has made two steps, and is full until its end. A call that crosses an
-edge of it counts by its share. The floor is the same work in lockstep, by a rank's worker in a process of its own,
-before and after the window: all clients' samples as one batch, all training packed, one optimiser turn, one turn that
-publishes. It knows no HTTP, no queue and no thinking.
+A window of ``--seconds`` begins when every client has made ``--warm-up`` steps, and is full until its end. A call that
+crosses an edge of it counts by its share. The floor is the same work in lockstep, by a rank's worker in a process of
+its own, before and after the window: all clients' samples as one batch, all training packed, one optimiser turn, one
+turn that publishes. It knows no HTTP, no queue and no thinking.
 
     load_vs_lockstep             lockstep's seconds for the work of the window, by the window's seconds
     load_vs_lockstep_own_passes  on a CPU: lockstep where, as in the server there, each request has passes of its own
@@ -56,7 +57,6 @@ from descant.demo import RunningServer, running_server
 from descant.errors import DescantError
 
 RANKS = (8, 32, 16, 4)
-WARM_UP_STEPS = 2
 LONGEST_WAIT_S = 600.0
 """For a call, for everybody's warm-up, for a lockstep round."""
 KINDS = ("sample", "forward_backward", "optim_step", "save")
@@ -186,7 +186,7 @@ class Client:
                 if phase.over:
                     return calls
             self.steps += 1
-            if self.steps - first == WARM_UP_STEPS:
+            if self.steps - first == self.options.warm_up:
                 phase.count(phase.warm)
 
     def _step(self) -> Iterator[Call]:
@@ -747,6 +747,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="of each step")
     parser.add_argument("--tokens", type=int, help="of each sample, on average")
     parser.add_argument("--think", type=float, default=0.05, help="seconds between two steps, on average")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="STEPS", help="of each client before the window")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the server")
     parser.add_argument("--quick", action="store_true", help="small enough for two cores of a CPU")
     parser.add_argument("--json", type=Path)

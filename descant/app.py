@@ -33,13 +33,13 @@ from descant.errors import ServerError, UserError
 from descant.pools.supervisor import ReplicaSpec, Supervisor
 from descant.pools.transfer import TRANSFER
 from descant.ports import Clock
-from descant.ranks.health import Death, Health
+from descant.ranks.health import Death, Health, TurnReport
 from descant.ranks.launch import Launcher, Link, Receive, start_processes
 from descant.ranks.placement import rank_specs, share_gpus
 from descant.ranks.ray_cluster import RayCluster
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
-from descant.server.app import HttpServer, bind, create_app
+from descant.server.app import HttpServer, Report, bind, create_app, nothing_to_report
 from descant.server.auth import Keys
 from descant.service.backends import Backend
 from descant.service.clock import SystemClock
@@ -226,10 +226,11 @@ class Failures:
         except OSError as error:
             log.warning("the last failure could not be written to %s: %s", self._file, error)
 
-    def report(self, name: str, health: Health) -> ReplicaReport:
+    def report(self, name: str, health: Health, turns: TurnReport | None) -> ReplicaReport:
         """Any key may read it, so what ranks have printed is not in it: that may be about any owner's
         requests."""
-        return ReplicaReport(name=name, health=health, last_failure=self._last.get(name)).without_last_lines()
+        last_failure = self._last.get(name)
+        return ReplicaReport(name=name, health=health, turns=turns, last_failure=last_failure).without_last_lines()
 
 
 def num_cores() -> int:
@@ -265,9 +266,10 @@ def _missing(supervisors: Sequence[Supervisor]) -> str | None:
     return "; ".join(supervisor.missing for supervisor in supervisors if supervisor.missing is not None) or None
 
 
-def _report(supervisors: Sequence[Supervisor], failures: Failures, settings: Settings) -> Mapping[str, Any]:
+async def _report(supervisors: Sequence[Supervisor], failures: Failures, settings: Settings) -> Mapping[str, Any]:
     """What ``descant doctor`` reads."""
-    replicas = [failures.report(*replica) for supervisor in supervisors for replica in supervisor.health()]
+    of_bases = await asyncio.gather(*(supervisor.health() for supervisor in supervisors))
+    replicas = [failures.report(*replica) for of_base in of_bases for replica in of_base]
     return ServerReport(turn_timeout_s=settings.rank.turn_timeout_s, replicas=replicas).to_json()
 
 
@@ -296,7 +298,7 @@ async def serving(
     *,
     ready: Callable[[], str | None] = lambda: None,
     missing: Callable[[], str | None] = lambda: None,
-    report: Callable[[], Mapping[str, Any]] = dict,
+    report: Report = nothing_to_report,
 ) -> AsyncIterator[Service]:
     """Answers on ``listener`` inside the block. At its end open long polls are answered, requests that work have
     ``server.graceful_stop_s``, and the stores are closed. ``ready``: what is awaited, or None; ``missing``: what is
@@ -327,16 +329,17 @@ async def serving(
         stack.push_async_callback(service.close)
         watch = asyncio.create_task(_watch_storage(storage, database, futures, clock), name="watch of data_dir")
         stack.push_async_callback(_end, watch)
+
+        async def report_of_server() -> Mapping[str, Any]:
+            differ = service.recovery.num_differing.total()
+            return {**await report(), "storage": storage.trouble, "replayed_losses_differ": differ}
+
         app = create_app(
             service,
             auth=Keys(settings.owners_by_key()),
             ready=lambda: ready() or storage.trouble,
             missing=missing,
-            report=lambda: {
-                **report(),
-                "storage": storage.trouble,
-                "replayed_losses_differ": service.recovery.num_differing.total(),
-            },
+            report=report_of_server,
             settings=settings.http,
         )
         server = _Server(app, graceful_stop_s=settings.server.graceful_stop_s)

@@ -178,7 +178,7 @@ def linear_products(network: Any, num_tokens: int, *, backward: bool) -> Callabl
     library that Descant takes."""
     import torch
 
-    from descant.model import prepacked
+    from descant.model.cpu import prepacked
 
     weights = [module.weight.detach() for module in network.modules() if isinstance(module, torch.nn.Linear)]
     inputs = {

@@ -19,7 +19,7 @@ from torch import nn
 from descant.errors import ServerError
 
 if TYPE_CHECKING:
-    from descant.model.lora import ForwardContext
+    from descant.model.lora.linear import ForwardContext
 
 MARGIN = 0.92
 """Of the free memory: the rest is lost between blocks."""

@@ -16,12 +16,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from descant.adapters.bank import AdapterBank
-from descant.model import paged_batch, prepacked
+from descant.model import paged_batch
 from descant.model.activation_checkpointing import ActivationMemory
+from descant.model.cpu import prepacked
 from descant.model.forward_batch import MIN_ROWS, PAGE_TOKENS, ForwardBatch, KVPool
-from descant.model.fused_lora_a import FusedLoraA
 from descant.model.lm_head import LmHead
-from descant.model.lora import ForwardContext, LoraBatch, MultiLoraLinear
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.fused_a import FusedLoraA
+from descant.model.lora.linear import ForwardContext, MultiLoraLinear
+from descant.pauses import watch_compiler
 from descant.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -141,6 +144,7 @@ class BaseModel:
         without a backward. They serve every pass, whatever its tokens, lengths and adapters: T alone varies in them.
         What cannot be compiled runs as it is, and the log says so."""
         start = time.monotonic()
+        watch_compiler()
         for layer in layers:
             layer.compile(dynamic=True)
         embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from descant.adapters.slots import GradientSlot, RowRef
@@ -31,6 +32,12 @@ PAGE_TOKENS = 64
 MIN_ROWS = 8
 """Products of fewer rows are filled up to this many: few rows take other kernels (a vector product, a sum in another
 order), whose last bits differ."""
+
+
+def filled_up(x: torch.Tensor) -> torch.Tensor:
+    """[..., T, I] with at least ``MIN_ROWS`` rows, of zeros behind those there are."""
+    missing = MIN_ROWS - x.shape[-2]
+    return x if missing <= 0 else F.pad(x, (0, 0, 0, missing))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from descant.model.lora import MultiLoraLinear
+from descant.model.lora.linear import MultiLoraLinear
 
 TOLERANCE = 1e-5
 

@@ -3,9 +3,31 @@ launch: a training pass has hundreds of them, and where layers are small the dev
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+_compiles_only = False
+
+
+@contextmanager
+def compiling_kernels() -> Iterator[None]:
+    """While it lasts, kernels are compiled instead of launched, many at once, and what they would have computed is not
+    there. At its end all of them are there, for a next process too (Triton keeps them on disk)."""
+    global _compiles_only
+    import triton  # here, since what computes on a CPU imports this module too
+
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="descant-compile") as threads:
+        _compiles_only = True
+        try:
+            with triton.AsyncCompileMode(threads):
+                yield
+        finally:
+            _compiles_only = False
 
 
 class Kernel:
@@ -30,6 +52,9 @@ class Kernel:
         """On the current stream of the tensors' device, which is the current one. The first call of a kind goes through
         Triton, and so does every one with a tensor that does not begin at a multiple of 16 bytes: Triton makes other
         programs for those."""
+        if _compiles_only:
+            self._function.warmup(*tensors, *numbers, *constants, grid=grid, **self._options)
+            return
         kind = (tensors[0].dtype, tuple(map(_kind, numbers)), constants)
         compiled = self._compiled.get(kind)
         if compiled is not None:

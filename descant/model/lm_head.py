@@ -19,17 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from descant.model import prepacked
-from descant.model.forward_batch import MIN_ROWS, to_device
-from descant.model.lora import (
-    LoraBatch,
-    lora_backward,
-    lora_intermediates,
-    lora_linear,
-    lora_linear_backward,
-)
+from descant.model.cpu import prepacked
+from descant.model.forward_batch import MIN_ROWS, filled_up, to_device
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.products import lora_backward, lora_intermediates, lora_linear, lora_linear_backward
 
 CHUNK_TOKENS = {"cpu": 128, "cuda": 2048}
 """At 49k words a chunk's logits are 25 MB and 400 MB. On CPU larger buffers are new pages of the system in each chunk
@@ -252,9 +246,8 @@ class LmHead:
             return lora_linear(
                 hidden_ND, self.weight_VD, self.bias_V, site, width, lora, start=start, prepacked_weight=self.prepacked
             )
-        num_rows: int = len(hidden_ND)
-        padded_ND = F.pad(hidden_ND, (0, 0, 0, MIN_ROWS - num_rows)) if num_rows < MIN_ROWS else hidden_ND
-        return prepacked.product(padded_ND, self.weight_VD, self.bias_V, self.prepacked)[:num_rows], []
+        logits_NV = prepacked.product(filled_up(hidden_ND), self.weight_VD, self.bias_V, self.prepacked)
+        return logits_NV[: len(hidden_ND)], []
 
     def _backward(
         self,

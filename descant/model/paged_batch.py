@@ -23,9 +23,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from descant.adapters.bank import AdapterBank
+from descant.adapters.layout import RANK_BUCKETS
 from descant.adapters.slots import RowRef
 from descant.model.forward_batch import Handles, KVPool
 from descant.types import SCALE_NUMERATOR
+
+NARROW_RANK = 64
+"""Adapters up to this rank bucket are computed in one launch, whatever their ranks: what is empty of a tile costs less
+than a launch for each bucket. Wider ones would have the others' tiles no longer fit."""
 
 TILE_ROWS = 16
 """Rows of one adapter that are computed together in a decode step,"""
@@ -60,28 +65,32 @@ class PrefillMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketTiles:
-    """The rows of one rank bucket. ``tiles_C5`` int32: first row, end row (at most ``tile_rows`` on), slot, scale (the
-    bits of a float32), first fused LoRA-A column (read where the batch is ``lora_a_fused``); a tile without rows does
-    nothing. ``slab``: the bucket's compute copies, flat; ``row``: elements of one. ``offsets``: by the sites of a
-    product, int64 [S, 2], where their A and B begin in a row."""
+class AdapterTiles:
+    """Rows of adapters whose rank buckets are at most ``max_rank``, itself one: one launch for them all.
 
-    rank_bucket: int
-    slab: torch.Tensor
-    row: int
-    tiles_C5: torch.Tensor
+    ``tiles_C6`` int64: first row, end row (at most ``tile_rows`` on), where the adapter's row begins in elements from
+    ``origin`` on, rank bucket, scale (the bits of a float32), first fused LoRA-A column (read where the batch is
+    ``lora_a_fused``); a tile without rows does nothing. ``origin``: any tensor of the slabs' dtype that stays where it
+    is; so slabs may move, and whoever replays a pass says anew where they are. ``features``: see ``site_features``."""
+
+    max_rank: int
+    origin: torch.Tensor
+    tiles_C6: torch.Tensor
     tile_rows: int
-    offsets: Mapping[tuple[int, ...], torch.Tensor]
+    features: Mapping[tuple[int, ...], torch.Tensor]
+
+
+Tile = tuple[int, int, int, int, int, int]
 
 
 @dataclass(slots=True, weakref_slot=True, kw_only=True)
 class PagedBatch:
     """Layers read ``handle`` and nothing else of it; its maker keeps it until they have run. Rows in no
     tile of ``adapters`` use the base alone. ``lora_a_fused``: all their A's lie behind the weights
-    (``model.fused_lora_a``)."""
+    (``model.lora.fused_a``)."""
 
     attention: DecodeMetadata | PrefillMetadata
-    adapters: tuple[BucketTiles, ...]
+    adapters: tuple[AdapterTiles, ...]
     lora_a_fused: bool = False
     handle: torch.Tensor = field(init=False, repr=False, compare=False)
 
@@ -147,18 +156,22 @@ def bind(network: nn.Module, pool: KVPool) -> None:
 
 def products(network: nn.Module) -> set[tuple[int, ...]]:
     """The sites of every product of the layers."""
-    from descant.model.lora import MultiLoraLinear
+    from descant.model.lora.linear import MultiLoraLinear
 
     return {module.sites for module in network.modules() if isinstance(module, MultiLoraLinear)}
 
 
-def site_offsets(
-    bank: AdapterBank, rank_bucket: int, products: Iterable[tuple[int, ...]], device: torch.device
+def site_features(
+    bank: AdapterBank, products: Iterable[tuple[int, ...]], device: torch.device
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """``BucketTiles.offsets``"""
+    """By the sites of a product, int64 [S, 2]: the features that lie before their A and B in an adapter's row. In a row
+    of rank bucket R they begin after R times as many elements (``adapters.layout.Layout``)."""
+    rank_bucket = RANK_BUCKETS[0]
     layout = bank.layout(rank_bucket)
     return {
-        sites: torch.tensor([(layout.a_offset[site], layout.b_offset[site]) for site in sites]).to(device)
+        sites: torch.tensor(
+            [(layout.a_offset[site] // rank_bucket, layout.b_offset[site] // rank_bucket) for site in sites]
+        ).to(device)
         for sites in products
     }
 
@@ -168,31 +181,42 @@ def add_adapters(
     y_NO: torch.Tensor,
     sites: tuple[int, ...],
     widths: Sequence[int],
-    adapters: Iterable[BucketTiles],
+    adapters: Iterable[AdapterTiles],
     *,
     h_NH: torch.Tensor | None = None,
 ) -> None:
-    """Adds to ``y_NO`` (the base's product), in place, each tile's ``scale · (x Aᵀ) Bᵀ`` at every site. ``h_NH``: the
-    fused LoRA-A columns of the base's product, with the row stride of ``y_NO``: there every tile finds its x Aᵀ."""
+    """Adds to ``y_NO`` (the base's product), in place, each tile's ``scale · (x Aᵀ) Bᵀ`` at every site, which has so
+    many of the outputs (``widths``). ``h_NH``: the fused LoRA-A columns of the base's product, with the row stride of
+    ``y_NO``: there every tile finds its x Aᵀ."""
     for entry in adapters:
-        from descant.model import paged_lora_kernels  # Triton: only where it is used
+        from descant.model.lora import paged_kernels  # Triton: only where it is used
 
-        paged_lora_kernels.add(x_NI, y_NO, entry, entry.offsets[sites], widths, h_NH=h_NH)
+        paged_kernels.add(x_NI, y_NO, entry, entry.features[sites], widths, h_NH=h_NH)
 
 
 def tiles(
     segments: Iterable[tuple[int, int, RowRef]],
     bank: AdapterBank,
+    origin: torch.Tensor,
     tile_rows: int,
     columns: Mapping[RowRef, int] | None = None,
-) -> dict[int, list[tuple[int, int, int, int, int]]]:
-    """``BucketTiles.tiles_C5`` of each rank bucket, for rows ``start:end`` of one adapter each. ``columns``: the
-    first fused LoRA-A column of each, if they have any."""
-    found: dict[int, list[tuple[int, int, int, int, int]]] = {}
+) -> list[Tile]:
+    """``AdapterTiles.tiles_C6`` for rows ``start:end`` of one adapter each. ``columns``: the first fused LoRA-A column
+    of each, if they have any."""
+    found: list[Tile] = []
+    slabs: dict[int, tuple[int, int]] = {}
     for start, end, row in segments:
+        if row.rank_bucket not in slabs:
+            slab_SP = bank.compute_slab(row.rank_bucket)
+            begin, rest = divmod(slab_SP.data_ptr() - origin.data_ptr(), origin.itemsize)
+            assert rest == 0
+            slabs[row.rank_bucket] = begin, slab_SP.stride(0)
+        begin, stride = slabs[row.rank_bucket]
+        at = begin + row.slot * stride
         scale = int(np.float32(SCALE_NUMERATOR / bank.lora(row).rank).view(np.int32))
         column = 0 if columns is None else columns[row]
-        found.setdefault(row.rank_bucket, []).extend(
-            (first, min(first + tile_rows, end), row.slot, scale, column) for first in range(start, end, tile_rows)
-        )
+        found += [
+            (first, min(first + tile_rows, end), at, row.rank_bucket, scale, column)
+            for first in range(start, end, tile_rows)
+        ]
     return found

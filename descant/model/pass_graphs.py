@@ -9,9 +9,9 @@ sequences of no tokens, with tiles of no tokens. None of them is read or adds to
 
 Graphs share one memory pool, as if they were passes one after another, and so hold as much as the largest takes. A pass
 is captured when the first of its like comes, which takes as long as two passes. All are made for the widest rank bucket
-that has come so far, ``MIN_RANK`` at least, so that the company of a pass makes no graphs and no kernels of its own.
-Larger passes, for which the launches do not matter, are never captured; nor is what waits for the
-device within a pass, or goes to other kernels than those that find everything by address.
+that has come so far, ``lora.kernels.MIN_RANK`` at least, so that the company of a pass makes no graphs of its own.
+Larger passes, for which the launches do not matter, are never captured; nor is what waits for the device within a pass,
+or goes to other kernels than those that find everything by address.
 
 Legend: T tokens of the graph, B its sequences, C its tiles, N its spans, K its keys.
 """
@@ -20,27 +20,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from descant.model.attention import PackedLengths, captured_cache
+from descant.model.attention.packed import PackedLengths, captured_cache
 from descant.model.base import BaseModel
 from descant.model.forward_batch import ForwardBatch, context_lens, stream_rows
-from descant.model.lora import LoraBatch, MultiLoraLinear, has_kernels
+from descant.model.graph_recording import record
+from descant.model.kernel_launch import compiling_kernels
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.linear import MultiLoraLinear
+from descant.model.lora.products import has_kernels
+from descant.pauses import paused
 
 if TYPE_CHECKING:
-    from descant.model.lora_kernels import TileSegment
+    from descant.model.lora.kernels import TileSegment
 
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 256
 
-SEQUENCES = (32, 128, 512, 2048)
+SEQUENCES = (128, 512, 2048)
 """Of a graph, and segments."""
 
 LENGTHS = (1024, 4096, 16384)
@@ -51,8 +56,12 @@ MEMORY_SHARE = 1 / 8
 
 MAX_GRAPHS = 64
 
-MIN_RANK = 32
-"""The SDK's default; narrower adapters cost as much."""
+WARM_UP_TOKENS = 2048
+"""Of the largest pass that is captured before any is needed."""
+
+LATENCY_FLOPS = 1e12
+"""Of a pass that takes the device little more than the latency of its kernels, a few milliseconds on an H100: what it
+is filled up with costs nothing, and so its graphs need no sizes between powers of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,35 +77,43 @@ class GraphKey:
 
     @property
     def tiles(self) -> int:
-        from descant.model.lora_kernels import TILE_TOKENS
+        from descant.model.lora.kernels import TILE_TOKENS
 
         return -(-self.tokens // TILE_TOKENS) + 2 * (self.sequences + 1)  # a gap before and after each segment
 
     @property
     def spans(self) -> int:
-        from descant.model.lora_kernels import SPAN_TOKENS
+        from descant.model.lora.kernels import SPAN_TOKENS
 
         return -(-self.tokens // SPAN_TOKENS) + self.sequences
 
 
-def tokens_of_graph(num_tokens: int) -> int:
-    """The smallest size of a graph for so many: a power of two and, from 512 on, three sizes between two of them."""
+def tokens_of_graph(num_tokens: int, *, finer_from: int = 2 * MIN_TOKENS) -> int:
+    """The smallest size of a graph for so many: a power of two and, beyond ``finer_from``, itself one, three sizes
+    between two of them."""
     size = MIN_TOKENS
     while size < num_tokens:
         size *= 2
     quarter = size // 8
-    if size <= 2 * MIN_TOKENS:
+    if size <= finer_from:
         return size
     return size // 2 + quarter * -(-(num_tokens - size // 2) // quarter)
 
 
 def graph_key(
-    seq_lens: Sequence[int], contexts: Sequence[int], num_segments: int, *, rank: int, backward: bool
+    seq_lens: Sequence[int],
+    contexts: Sequence[int],
+    num_segments: int,
+    *,
+    rank: int,
+    backward: bool,
+    finer_from: int = 2 * MIN_TOKENS,
 ) -> GraphKey | None:
-    """None: too many sequences for any graph, or too long. ``contexts``: tokens of each sequence's prefix."""
+    """None: too many sequences for any graph, or too long. ``contexts``: tokens of each sequence's prefix;
+    ``finer_from``: see ``tokens_of_graph``."""
     num_tokens, shares = sum(seq_lens), any(contexts)
     # Keys that only fill up name the last token, which must be nobody's.
-    tokens = tokens_of_graph(num_tokens + shares)
+    tokens = tokens_of_graph(num_tokens + shares, finer_from=finer_from)
     longest = max(length + context for length, context in zip(seq_lens, contexts, strict=True))
     longest = next((size for size in LENGTHS if size >= longest), 0)
     if longest == 0:
@@ -141,7 +158,7 @@ def fill_keys(key: GraphKey, batch: ForwardBatch) -> NDArray[np.int64]:
 
 def fill_tiles(key: GraphKey, segments: Sequence[TileSegment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """``Tiles.tiles_C4`` and ``spans_N4``; all that fills up has no tokens."""
-    from descant.model.lora_kernels import tile_rows
+    from descant.model.lora.kernels import tile_rows
 
     own, base_only, spans = tile_rows(segments, key.tokens)
     tiles_C4, spans_N4 = np.zeros((key.tiles, 4), np.int64), np.zeros((key.spans, 4), np.int64)
@@ -194,10 +211,12 @@ class PassGraphs:
     def __init__(self, model: BaseModel):
         self._model = model
         self._graphs: dict[GraphKey, _CapturedPass] = {}
-        self._rank = MIN_RANK
+        self._rank = 0
+        """The widest that has come so far."""
         self._memory: Any = None
         self._stream: Any = None
         self._max_tokens = _max_tokens(model)
+        self._finer_from = _finer_from(model)
         # The gradient of what is replayed goes to gradient rows: without an input that asks for one, no backward runs.
         self._grad_anchor = torch.zeros((), requires_grad=True)
 
@@ -220,16 +239,47 @@ class PassGraphs:
         return replayed, lora
 
     def warm_up(self) -> None:
-        """Captures the smallest passes, and so compiles what all of them take: no request waits for that."""
+        """Compiles the adapters' kernels, and captures small passes: no request waits for that."""
         if self._max_tokens == 0:
             return
+        from descant.model.lora.kernels import MAX_RANK, MIN_RANK
+
         start = time.monotonic()
-        for backward in (True, False):
-            key = graph_key([MIN_TOKENS], [0], 1, rank=self._rank, backward=backward)
-            captured = None if key is None else self._try_to_capture(key)
-            if key is not None and captured is not None:
+        with compiling_kernels():
+            for rank in (MIN_RANK, MAX_RANK):
+                self._trial_pass(rank)
+        logger.info("kernels of training compiled in %.0f s", time.monotonic() - start)
+        start = time.monotonic()
+        for key in self._usual_keys(MIN_RANK):
+            captured = self._try_to_capture(key) if key.tokens <= self._max_tokens else None
+            if captured is not None:
                 self._graphs[key] = captured
         logger.info("training passes captured in %.0f s", time.monotonic() - start)
+
+    def _usual_keys(self, rank: int) -> Iterator[GraphKey]:
+        """Of small passes of short sequences that share nothing, and of some that share a prompt."""
+        scored = GraphKey(
+            tokens=MIN_TOKENS, sequences=SEQUENCES[0], longest=LENGTHS[0], keys=0, rank=rank, backward=False
+        )
+        yield scored
+        size = MIN_TOKENS
+        while size <= WARM_UP_TOKENS:
+            for keys in (0, 2 * size):
+                yield replace(scored, tokens=size, keys=keys, backward=True)
+            size = tokens_of_graph(size + 1, finer_from=self._finer_from)
+
+    def _trial_pass(self, rank: int) -> None:
+        """Of tokens without an adapter, as if they had one of ``rank``, the head included."""
+        model = self._model
+        key = graph_key([MIN_TOKENS], [0], 1, rank=rank, backward=True)
+        assert key is not None
+        inputs, batch, lora = self._inputs(key)
+        with torch.enable_grad():
+            hidden_TD = model.hidden_states(inputs.tokens_T, inputs.positions_T, batch, lora)
+            head = model.lm_head.logprobs(
+                hidden_TD, inputs.tokens_T[:, None], lora, loss=lambda _, logprobs_CK: -logprobs_CK
+            )
+            hidden_TD.backward(head.dhidden_TD)
 
     def clear(self, *, short_of_memory: bool = False) -> None:
         """Gives their memory back. ``short_of_memory``: from now on they take half of it."""
@@ -245,17 +295,18 @@ class PassGraphs:
         """Filled with the pass's own numbers; None if it is not to be replayed."""
         if not 0 < batch.num_tokens <= self._max_tokens:
             return None
-        from descant.model.lora_kernels import MAX_RANK  # loads Triton, which a machine without a GPU need not have
+        from descant.model.lora.kernels import MAX_RANK, MIN_RANK  # loads Triton, which not every machine has
 
         if lora.widest > MAX_RANK:
             return None
-        self._rank = max(self._rank, lora.widest)
+        self._rank = max(self._rank, lora.widest, MIN_RANK)
         key = graph_key(
             batch.seq_lens,
             context_lens(batch.seq_lens, batch.prefixes),
             len(lora.segments),
             rank=self._rank,
             backward=torch.is_grad_enabled(),
+            finer_from=self._finer_from,
         )
         if key is None or key.tokens > self._max_tokens:
             return None
@@ -273,7 +324,8 @@ class PassGraphs:
             torch.cuda.synchronize()
             del self._graphs[next(iter(self._graphs))]
         try:
-            return self._capture(key)
+            with paused("build"):
+                return self._capture(key)
         except torch.OutOfMemoryError:
             logger.warning("no memory to capture passes of %d tokens, which makes them slower", key.tokens)
             self._max_tokens = key.tokens - 1
@@ -283,11 +335,11 @@ class PassGraphs:
         torch.cuda.synchronize()
         return None
 
-    def _capture(self, key: GraphKey) -> _CapturedPass:
-        from descant.model.lora_kernels import Tiles
+    def _inputs(self, key: GraphKey) -> tuple[_PassInputs, ForwardBatch, LoraBatch]:
+        """Of a pass without tokens of anybody's, and what reads them."""
+        from descant.model.lora.kernels import Tiles
 
-        model = self._model
-        inputs = _PassInputs(key, model.device)
+        inputs = _PassInputs(key, self._model.device)
         inputs.fill(key, ForwardBatch(seq_lens=()), ())
         lengths = PackedLengths(
             query_ends=inputs.query_ends,
@@ -298,7 +350,12 @@ class PassGraphs:
         )
         batch = ForwardBatch(seq_lens=(key.tokens,), cache=captured_cache(lengths))
         tiles = Tiles(tiles_C4=inputs.tiles_C4, spans_N4=inputs.spans_N4, num_own=key.tiles, rank=key.rank)
-        lora = LoraBatch.of_tiles(tiles, model.bank, key.tokens, requires_grad=key.backward)
+        lora = LoraBatch.of_tiles(tiles, self._model.bank, key.tokens, requires_grad=key.backward)
+        return inputs, batch, lora
+
+    def _capture(self, key: GraphKey) -> _CapturedPass:
+        start, model = time.monotonic(), self._model
+        inputs, batch, lora = self._inputs(key)
         dhidden_TD = None
         if key.backward:
             hidden_size = model.lm_head.weight_VD.shape[1]
@@ -315,24 +372,14 @@ class PassGraphs:
                 hidden_TD.backward(dhidden_TD)
             del hidden_TD
             with torch.cuda.stream(self._stream):
-                graph, hidden_TD = self._record(forward)
+                graph, hidden_TD = record(forward, self._memory)
                 backward = None
                 if dhidden_TD is not None:
-                    backward, _ = self._record(lambda: hidden_TD.backward(dhidden_TD))
+                    backward, _ = record(lambda: hidden_TD.backward(dhidden_TD), self._memory)
+        logger.info("captured %s in %.0f ms", key, 1e3 * (time.monotonic() - start))
         return _CapturedPass(
             inputs=inputs, forward=graph, hidden_TD=hidden_TD.detach(), backward=backward, dhidden_TD=dhidden_TD
         )
-
-    def _record(self, compute: Any) -> tuple[Any, Any]:
-        """Not by ``torch.cuda.graph``, which first empties the allocator's cache and collects garbage."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may go on allocating: they are no part of the graph.
-        graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-        try:
-            result = compute()
-        finally:
-            graph.capture_end()
-        return graph, result
 
 
 class _Replayed(torch.autograd.Function):
@@ -354,13 +401,22 @@ class _Replayed(torch.autograd.Function):
         return None, None, None, None
 
 
+def _finer_from(model: BaseModel) -> int:
+    """See ``tokens_of_graph``."""
+    params = sum(site.in_features * site.out_features for site in model.bank.sites if site.group != "unembed")
+    size = 2 * MIN_TOKENS
+    while 2 * size * 6 * params <= LATENCY_FLOPS:
+        size *= 2
+    return min(size, LENGTHS[-1])
+
+
 def _max_tokens(model: BaseModel) -> int:
     """Of a pass that is captured; 0 for none."""
     if model.device.type != "cuda" or model.dtype is not torch.bfloat16 or not has_kernels(model.device):
         return 0
     if model.sharded or model.has_experts or not model.packable or model.activation_memory is None:
         return 0
-    from descant.model.lora_kernels import MAX_SITES
+    from descant.model.lora.kernels import MAX_SITES
 
     for linear in (module for module in model.network.modules() if isinstance(module, MultiLoraLinear)):
         if linear.site.in_features % 8 or linear.site.out_features % 8 or len(linear.sites) > MAX_SITES:

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from descant.errors import UserError
-from descant.model.attention import KV_SHAPES
+from descant.model.attention.rule import KV_SHAPES
 from descant.model.base import forward, make_kv_pool
 from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, PagedKV
 from descant.model.lm_head import LmHead

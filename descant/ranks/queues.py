@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from descant.ranks.decide import ROWS, TRAIN, Choice, Kind, PassTokens, Shares
 from descant.ranks.executor import AdapterMemory
-from descant.ranks.fair_queue import FairQueue, RuntimeQueue, WaitingModel, runtime_on_arrival
+from descant.ranks.fair_queue import (
+    FairQueue,
+    RuntimeQueue,
+    UsualTime,
+    WaitingModel,
+    expected_tokens,
+    runtime_on_arrival,
+)
 from descant.ranks.partition import WaitingDatum, computed_tokens, cut_into_pieces, piece_at
 from descant.train.pack import MIN_SHARED_TOKENS, common_prefix
 from descant.train.runner import Part, RequestKey
@@ -139,8 +146,13 @@ class Queues:
         self._pass_tokens = PassTokens(max_pass_s)
         self._measured_tokens = 0
         """Of the turn that runs, if it says how long passes take."""
+        self._usual_time = UsualTime()
+        self._charged: dict[str, int] = {}
+        """What each model was expected to cost in the turn that runs, if it says how long turns take."""
         self._others_wait = False
         """Other kinds of work had something to run at the last choice."""
+        self._weights: Mapping[Kind, float] = {}
+        """How much a second of other kinds of work counts, since the last choice."""
         self._models: dict[str, _ModelQueue] = {}
         """With something waiting; ``_runtimes`` remembers the others."""
         self._training: FairQueue[_ModelQueue] = FairQueue(memory)
@@ -181,11 +193,14 @@ class Queues:
         model_id, seq_id = key
         return self._models[model_id].entries[seq_id]
 
-    def choose(self, ready: Collection[Kind]) -> Choice:
-        """The next turn. ``ready``: the other kinds of work that have something to run."""
+    def choose(self, ready: Mapping[Kind, int]) -> Choice:
+        """The next turn. ``ready``: the other kinds of work that have something to run, and for how many models. Where
+        more models wait to be trained, a second of that work counts for more, by so much: each model is to have an even
+        share, and a step of few costs nearly what one of many does, so that they rather wait for the others."""
         waiting = [kind for kind, place in ((ROWS, self._with_rows), (TRAIN, self._training)) if len(place)]
         kind = self._shares.next({*waiting, *ready})
         self._others_wait = bool(ready)
+        self._weights = {other: max(1.0, len(self._training) / models) for other, models in ready.items()}
         if kind == ROWS:
             models = sorted(self._with_rows, key=lambda model: model.arrival)
             return Choice(kind=kind, commands=tuple(command for model in models for command in model.rows()))
@@ -221,6 +236,7 @@ class Queues:
         self._training.skip_others(models)
         entries: dict[RequestKey, Entry] = {}
         opens: list[ForwardBackward] = []
+        charged: dict[str, int] = {}
         tokens, backward = 0, False
         for datum in choice.data:
             part = datum.part
@@ -235,13 +251,17 @@ class Queues:
                 model.open_requests += 1
                 entry.waited_s = now_s - entry.arrived_s
             entry.taken += 1
-            length = input_length(entry.command.data[part.datum].model_input)
-            tokens += length
-            model.virtual_runtime += length
+            tokens += input_length(entry.command.data[part.datum].model_input)
+            computed = datum.added_tokens if model.model_id in charged else datum.tokens
+            cost = expected_tokens(computed, forward_only=entry.command.forward_only)
+            charged[model.model_id] = charged.get(model.model_id, 0) + cost
+            model.virtual_runtime += cost
+        # On a GPU a turn that nobody waits for may end before the device has done it.
+        self._charged = charged if self._others_wait or self._piece_tokens is not None else {}
         for model in models:
             self._put(model)
         closes = tuple(key for key, entry in entries.items() if entry.is_taken)
-        # An evaluation is faster. And where nobody else waits, the turn may end before the device has done it.
+        # An evaluation is faster.
         self._measured_tokens = computed_tokens(choice.data) if backward and self._others_wait else 0
         return Taken(entries=entries, opens=tuple(opens), closes=closes, tokens=tokens, backward=backward)
 
@@ -261,12 +281,29 @@ class Queues:
             self._runtimes.pop(model_id, None)
         return entry
 
-    def ran(self, kind: Kind, seconds: float) -> None:
-        """A turn is over that took so long."""
-        self._shares.ran(kind, seconds)
+    def ran(self, kind: Kind, seconds: float, *, done_s: float | None = None) -> None:
+        """A turn is over that took so long. ``done_s``: after how long the device had done it, where another turn was
+        inside."""
+        self._shares.ran(kind, seconds * self._weights.get(kind, 1.0))
+        took_s = seconds if done_s is None else done_s
         if self._measured_tokens:
-            self._pass_tokens.ran(self._measured_tokens, seconds)
+            self._pass_tokens.ran(self._measured_tokens, took_s)
             self._measured_tokens = 0
+        if kind == TRAIN and self._charged and took_s > 0:
+            self._settle(self._usual_time.ratio(sum(self._charged.values()), took_s))
+            self._charged = {}
+
+    def _settle(self, ratio: float) -> None:
+        """The last turn took so much longer than expected: its models had that much more of the device."""
+        for model_id, cost in self._charged.items():
+            more = round(cost * (ratio - 1))
+            model = self._models.get(model_id)
+            if model is not None:
+                self._remove(model)
+                model.virtual_runtime += more
+                self._put(model)
+            elif model_id in self._runtimes:
+                self._runtimes[model_id] += more
 
     def _order(self, with_rows: Iterable[str], newcomers: Iterable[_ModelQueue]) -> tuple[str, ...]:
         return (*with_rows, *self._training.order(newcomers), *self._blocked.order())

@@ -12,6 +12,7 @@ from descant.errors import DescantError, UserError
 from descant.ranks.decide import SamplingRank, sampling_rank
 from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import Pin, Publish, RankResponse, Release, SampleStep, Unpin
+from descant.ranks.turn_trace import TurnTrace
 from descant.sample.plan import SequenceOutput, StepPlan
 from descant.sample.scheduler import Scheduler
 from descant.types import SampleDelta, SampleRequest, SnapshotRef, Version
@@ -21,10 +22,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class _OpenRequest:
-    """``id``: of the request that its deltas answer. ``version``: what it pins. ``left``: samples that have not
-    ended."""
+    """``id``: of the request that its deltas answer. ``model``: its owner and which. ``version``: what it pins.
+    ``left``: samples that have not ended."""
 
     id: int
+    model: tuple[str, str | None]
     version: Version | None
     scheduler: Scheduler
     left: set[int]
@@ -40,6 +42,8 @@ class SamplingDispatcher:
         if "sample" in executor.info.roles:
             self._schedulers = [executor.make_scheduler() for _ in range(executor.info.num_ranks)]
         self._open: dict[str, _OpenRequest] = {}
+        self._models: Counter[tuple[str, str | None]] = Counter()
+        """Open requests of each; an owner's of the base are one."""
         self._published: set[Version] = set()
         self._newest: dict[str, Version] = {}
         """Of each model the newest version that is published."""
@@ -47,6 +51,11 @@ class SamplingDispatcher:
     def __bool__(self) -> bool:
         """Whether anything is sampled."""
         return bool(self._open)
+
+    @property
+    def num_models(self) -> int:
+        """Of which something is sampled."""
+        return len(self._models)
 
     def has_work(self) -> bool:
         return any(scheduler.has_work() for scheduler in self._schedulers)
@@ -78,7 +87,11 @@ class SamplingDispatcher:
             self._respond(RankResponse(id=id, error=failure))
             return
         left = set(range(request.num_samples))
-        self._open[request.request_id] = _OpenRequest(id=id, version=request.version, scheduler=scheduler, left=left)
+        model = request.owner, None if request.version is None else request.version.model_id
+        self._models[model] += 1
+        self._open[request.request_id] = _OpenRequest(
+            id=id, model=model, version=request.version, scheduler=scheduler, left=left
+        )
 
     def cancel(self, request_id: str) -> None:
         """Unknown ids are ignored."""
@@ -97,6 +110,9 @@ class SamplingDispatcher:
 
     def _end(self, request_id: str, error: DescantError | None) -> None:
         sampling = self._open.pop(request_id)
+        self._models[sampling.model] -= 1
+        if not self._models[sampling.model]:
+            del self._models[sampling.model]
         self._unpin(sampling.version)
         self._respond(RankResponse(id=sampling.id, error=error))
 
@@ -149,7 +165,7 @@ class SamplingDispatcher:
             del self._newest[version.model_id]
 
     # ------------------------------------------------------------------------------------------------ steps
-    def step(self, describe: Callable[[str], None]) -> None:
+    def step(self, describe: Callable[[str], None], trace: TurnTrace) -> None:
         """One step of every rank that has something to sample; ``describe`` is called with a sentence before it
         begins."""
         plans = tuple(scheduler.plan() for scheduler in self._schedulers)
@@ -158,11 +174,14 @@ class SamplingDispatcher:
             return
         num_sequences, num_tokens = sum(len(p.sequences) for p in planned), sum(p.num_tokens for p in planned)
         describe(f"a sampling step of {num_sequences} sequences, {num_tokens} tokens")
+        trace.holds(num_sequences, num_tokens)
+        trace.mark("plan")
         outputs: Sequence[Sequence[SequenceOutput] | DescantError | None]
         try:
             outputs = self._executor.execute(SampleStep(plans=plans))
         except Exception as error:
             outputs = [to_descant_error(error)] * len(plans)
+        trace.mark("run")
         for scheduler, plan, output in zip(self._schedulers, plans, outputs, strict=True):
             if plan is not None and output is not None:
                 self._apply(scheduler, plan, output)

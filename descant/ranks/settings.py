@@ -91,8 +91,8 @@ class SampleSettings:
     batch_invariant: bool = False
     """A request gives the same bits whatever else is in the batch. In bf16 on a CPU it does so anyway."""
     time_share: float = 1.0
-    """Seconds of sampling for each second of training while both wait. At least 1, or tokens wait for several training
-    turns."""
+    """Seconds of sampling for each second of training while both wait; fewer, in proportion, where more models wait to
+    be trained than are sampled. At least 1, or tokens wait for several training turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

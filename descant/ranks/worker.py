@@ -123,6 +123,7 @@ class Worker:
             capabilities=EngineCapabilities() if self.sample is None else self.sample.capabilities,
             roles=frozenset(roles),
             num_ranks=peers.num_ranks,
+            overlaps=self.train is not None and self.train.learner.runner.asynchronous and not model.sharded,
             microbatch_tokens=pass_tokens,
             piece_tokens=None if model.device.type != "cpu" else pass_tokens if model.packable else 1,
             idle_s=None if self.heap_trimmer is None else INTERVAL_S[0],

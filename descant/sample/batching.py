@@ -129,4 +129,5 @@ class StepBatcher:
             prompt=None if scores is None else scores.chunk(start, end),
             draft=draft,
             is_output=start >= len(request.prompt),
+            copied=sequence.copied,
         )

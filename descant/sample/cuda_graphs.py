@@ -3,9 +3,10 @@
     sequences → one pinned buffer → one copy → replay (layers, head, sampling) → one copy back → tokens, logprobs
 
 A decode step's graph is made for a number of rows, of KV splits, and of tiles of each class of adapters, whose A's are
-fused (``model.fused_lora_a``) or are not. A prefill's is made for a number of tokens, of rows that are sampled, and of
-adapters: prompts' chunks and drafts of many sequences, what is not there filled up with tokens of no sequence. It has
-room for every rank class that has come so far, so that whose prompts come together makes no graph of its own.
+fused (``model.lora.fused_a``) or are not. A prefill's is made for a number of tokens, of rows that are sampled, and of
+adapters: prompts' chunks and drafts of many sequences, what is not there filled up with tokens of no sequence. Narrow
+adapters have their tiles together, whatever their ranks, and a prefill has room for wide ones of every rank bucket that
+has come so far, so that whose prompts come together makes no graph of its own.
 A pass that keeps the device busy for longer than the host needs to launch it is not captured, nor is prefill of a
 mixture of experts; layers are compiled then as well, mixtures excepted.
 
@@ -14,9 +15,8 @@ While the host takes in a step's tokens and plans the next, the device already c
 weights begin with the step after: what is ahead was computed with those of its launch, and is reported as theirs.
 
 All inputs are views of a buffer on the device that never moves (``graph_inputs``). Graphs share one memory pool. Those
-of the base alone are captured at the start (``warm_up``), others when first needed, which takes a fraction of a second:
-the layers are compiled once for all of them. They are dropped when a slab of the bank has moved, which it does only
-where the driver cannot map memory to addresses (``slots.MappedRange``).
+of the base alone and the usual ones of narrow adapters are captured at the start (``warm_up``), others when first
+needed: kernels and layers have been compiled for all of them. Where an adapter's row lies is an input like any other.
 
 Legend: N rows, T tokens of a prefill, V vocabulary, D hidden size, C tiles of adapters.
 """
@@ -26,7 +26,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,9 @@ from descant.adapters.slots import RowRef
 from descant.model import paged_batch
 from descant.model.base import WARM_UP_TOKENS, BaseModel
 from descant.model.forward_batch import PAGE_TOKENS, KVPool
+from descant.model.graph_recording import record
+from descant.model.kernel_launch import compiling_kernels
+from descant.pauses import paused
 from descant.sample.graph_inputs import (
     ROOM_GROWS,
     Columns,
@@ -80,6 +84,13 @@ ENOUGH_PROGRAMS = 512
 
 MIN_TILES = 16
 
+USUAL_PREFILL_TOKENS = 2048
+"""Of the largest prefill with adapters that is captured before it is needed."""
+
+LEAST_TOGETHER = 32
+"""The ``max_rank`` of narrow adapters' tiles at least. Fewer columns of a tile save nothing, and each number would have
+graphs of its own."""
+
 MAX_PROGRAMS = 64
 """Compiled layers kept, one for each kind of layer; the compiler's own limit is 8."""
 
@@ -95,25 +106,22 @@ class Decoded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeKey:
     """What a decode step's graph is made for. ``splits``: room for them, ``rows`` if every sequence is one split.
-    ``tiles``: (rank class, room for tiles) of each class that has rows. ``lora_a_fused``: see ``PagedBatch``."""
+    ``tiles``: (max_rank, room for tiles) of each of its ``AdapterTiles``. ``lora_a_fused``: see ``PagedBatch``."""
 
     rows: int
     splits: int
     tiles: tuple[tuple[int, int], ...]
     lora_a_fused: bool
 
-    @property
-    def rank_buckets(self) -> Collection[int]:
-        return [rank_bucket for rank_bucket, _ in self.tiles]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillKey:
-    """What a prefill's graph is made for. ``segments``: room for so many adapters in each of ``rank_buckets``."""
+    """What a prefill's graph is made for. ``max_ranks``: of its ``AdapterTiles``; ``segments``: room for so many
+    adapters in each."""
 
     tokens: int
     rows: int
-    rank_buckets: tuple[int, ...]
+    max_ranks: tuple[int, ...]
     segments: int
 
 
@@ -225,12 +233,13 @@ class CudaGraphs:
             tile_tokens=paged_batch.prefill_tile_tokens(
                 num_heads // min(kv_heads for kv_heads, _, _ in model.kv_shapes)
             ),
-            adapter_rows={rank_bucket: self._prefill_tile_rows(rank_bucket) for rank_bucket in RANK_BUCKETS},
+            adapter_rows={max_rank: self._prefill_tile_rows(max_rank) for max_rank in RANK_BUCKETS},
         )
         self._prefill_device = Inputs(self._prefill_layout.fields(), model.device)
         self._prefill_stages = [PrefillStage(self._prefill_layout, pinned=self._on_cuda) for _ in range(2)]
-        self._prefill_rank_buckets: tuple[int, ...] = ()
+        self._prefill_rank_buckets: frozenset[int] = frozenset()
         """Of the adapters that prompts have come with so far."""
+        self._origin = torch.zeros(1, dtype=model.dtype, device=model.device)
         params = sum(site.in_features * site.out_features for site in model.bank.sites)
         self._max_captured_tokens = max(MAX_CAPTURED_FLOPS / (2 * max(params, 1)), MIN_PREFILL_TOKENS)
 
@@ -242,12 +251,14 @@ class CudaGraphs:
         )
         """The last prefill's hidden states, until the next."""
         self._graphs: dict[DecodeKey | PrefillKey, PassTensors] = {}
-        self._slabs: dict[int, int] = {}
         self._memory: Any = None
         self._side: torch.cuda.Stream | None = None
         self._layers = model.layers
         self._calls: list[Any] | None = None
-        self._offsets: dict[int, dict[tuple[int, ...], torch.Tensor]] = {}
+        products = paged_batch.products(model.network)
+        if head.site_index is not None:
+            products.add((head.site_index,))
+        self._features = paged_batch.site_features(model.bank, products, model.device)
         paged_batch.bind(model.network, pool)
 
     def _split_tokens(self, num_rows: int) -> int:
@@ -255,20 +266,59 @@ class CudaGraphs:
         return SPLIT_TOKENS if enough else SMALL_SPLIT_TOKENS
 
     def warm_up(self) -> None:
-        """Compiles the layers and captures what the base alone needs, so that no request waits for either."""
+        """Compiles the layers and the adapters' kernels, and captures what the base alone needs and narrow adapters
+        usually do, so that no request waits for any of it."""
         start = time.monotonic()
-        key = PrefillKey(tokens=WARM_UP_TOKENS, rows=PREFILL_ROWS, rank_buckets=(), segments=0)
+        key = PrefillKey(tokens=WARM_UP_TOKENS, rows=PREFILL_ROWS, max_ranks=(), segments=0)
         self._dummies(key)
         self._computed(key)
         if not self._captures_prefill and self._model.has_experts:
             logger.info("prefill of a mixture of experts is not captured")
+        if self._on_cuda:
+            self._compile_kernels()
+        logger.info("kernels of sampling compiled in %.0f s", time.monotonic() - start)
+        start = time.monotonic()
         for tokens in reversed(self._token_buckets):  # the largest first: the others take from its memory
             if self._is_captured(tokens):
-                self._captured(PrefillKey(tokens=tokens, rows=PREFILL_ROWS, rank_buckets=(), segments=0))
+                self._captured(PrefillKey(tokens=tokens, rows=PREFILL_ROWS, max_ranks=(), segments=0))
         for rows in self._buckets:
             if self._captures:
                 self._captured(DecodeKey(rows=rows, splits=rows, tiles=(), lora_a_fused=False))
-        logger.info("prefill and decode steps captured in %.0f s", time.monotonic() - start)
+        if not self._batch_invariant:
+            self._capture_usual()
+        logger.info("%d graphs of sampling captured in %.0f s", len(self._graphs), time.monotonic() - start)
+
+    def _compile_kernels(self) -> None:
+        """Of adapters, narrow ones together, the widest by themselves. What varies besides makes no other programs."""
+        with compiling_kernels(), self._model.eager():
+            for max_rank in RANK_BUCKETS if self._batch_invariant else (LEAST_TOGETHER, paged_batch.NARROW_RANK):
+                prefill = PrefillKey(
+                    tokens=MIN_PREFILL_TOKENS, rows=PREFILL_ROWS, max_ranks=(max_rank,), segments=MIN_TILES
+                )
+                self._dummies(prefill)
+                self._compute(prefill)
+                for rows in self._buckets[:2]:  # 8, and multiples of 16
+                    for lora_a_fused in (False, True) if self._fused_lora_a is not None else (False,):
+                        tiles = ((max_rank, min(rows, MIN_TILES)),)
+                        step = DecodeKey(rows=rows, splits=rows, tiles=tiles, lora_a_fused=lora_a_fused)
+                        self._dummies(step)
+                        self._compute(step)
+
+    def _capture_usual(self) -> None:
+        """Graphs for narrow adapters."""
+        self._prefill_rank_buckets |= {LEAST_TOGETHER}
+        for tokens in self._token_buckets:
+            if self._is_captured(tokens) and tokens <= USUAL_PREFILL_TOKENS:
+                self._captured(
+                    PrefillKey(tokens=tokens, rows=PREFILL_ROWS, max_ranks=(LEAST_TOGETHER,), segments=MIN_TILES)
+                )
+        for rows in self._buckets if self._captures else ():
+            for splits in (rows, min(rows * ROOM_GROWS, len(self._device.fields["splits"]))):
+                for room in _tile_rooms(rows):
+                    fused = self._fused_lora_a is not None and room <= MIN_TILES
+                    for lora_a_fused in (False, True) if fused else (False,):
+                        tiles = ((LEAST_TOGETHER, room),)
+                        self._captured(DecodeKey(rows=rows, splits=splits, tiles=tiles, lora_a_fused=lora_a_fused))
 
     # ------------------------------------------------------------------------------------------------ prefill
     def launch_prefill(
@@ -303,28 +353,35 @@ class CudaGraphs:
     def _prefill_key(self, num_tokens: int, num_rows: int, given: Sequence[tuple[int, int, RowRef]]) -> PrefillKey:
         rows = next(size for size in self._row_buckets if size >= num_rows)
         tokens = next(size for size in self._token_buckets if size >= num_tokens)
-        own = {row.rank_bucket for _, _, row in given}
+        rank_buckets = frozenset(row.rank_bucket for _, _, row in given)
         if not self._is_captured(tokens):
             tokens = tokens if self._batch_invariant else max(num_tokens, BUCKETS[0])
-            rank_buckets = tuple(sorted(own))
-        else:
-            if not own.issubset(self._prefill_rank_buckets):
-                self._prefill_rank_buckets = tuple(sorted(own.union(self._prefill_rank_buckets)))
-            rank_buckets = self._prefill_rank_buckets if own else ()
-        room = MIN_TILES if own else 0
-        while any(sum(row.rank_bucket == bucket for _, _, row in given) > room for bucket in own):
+        elif rank_buckets:
+            rank_buckets = self._prefill_rank_buckets = self._prefill_rank_buckets | rank_buckets
+        max_ranks = self._max_ranks(rank_buckets)
+        counts = Counter(max_ranks[row.rank_bucket] for _, _, row in given)
+        room = MIN_TILES if counts else 0
+        while room < max(counts.values(), default=0):
             room *= ROOM_GROWS
-        return PrefillKey(tokens=tokens, rows=rows, rank_buckets=rank_buckets, segments=min(room, rows))
+        together = tuple(sorted(set(max_ranks.values())))
+        return PrefillKey(tokens=tokens, rows=rows, max_ranks=together, segments=min(room, rows))
+
+    def _max_ranks(self, rank_buckets: Collection[int]) -> Mapping[int, int]:
+        """The ``max_rank`` of the ``AdapterTiles`` of each. Narrow adapters have theirs together, but where a row's
+        bits must not depend on whose they are."""
+        narrow = [rank for rank in rank_buckets if rank <= paged_batch.NARROW_RANK and not self._batch_invariant]
+        together = max([LEAST_TOGETHER, *narrow])
+        return {rank: together if rank in narrow else rank for rank in rank_buckets}
 
     def _is_captured(self, num_tokens: int) -> bool:
         """A prefill of so many tokens."""
         return self._captures_prefill and num_tokens <= self._max_captured_tokens
 
-    def _prefill_tile_rows(self, rank_bucket: int) -> int:
-        """Exact float32 products of so many rows at once would not fit the registers, nor would those of large ranks.
-        Each class has its own, so that a row's bits do not depend on the adapters of others."""
-        widest = 0 if self._model.dtype is torch.float32 else 64
-        return paged_batch.PREFILL_TILE_ROWS if rank_bucket <= widest else paged_batch.TILE_ROWS
+    def _prefill_tile_rows(self, max_rank: int) -> int:
+        """Exact float32 products of so many rows at once would not fit the registers, nor would those of large
+        ranks."""
+        widest = 0 if self._model.dtype is torch.float32 else paged_batch.NARROW_RANK
+        return paged_batch.PREFILL_TILE_ROWS if max_rank <= widest else paged_batch.TILE_ROWS
 
     def _fill_prefill_adapters(
         self,
@@ -333,15 +390,32 @@ class CudaGraphs:
         given: Sequence[tuple[int, int, RowRef]],
         sampled: Sequence[tuple[int, int, RowRef]],
     ) -> None:
-        layout, bank = self._prefill_layout, self._model.bank
-        head = paged_batch.tiles(sampled, bank, paged_batch.TILE_ROWS)
-        for rank_bucket in key.rank_buckets:
-            own = [segment for segment in given if segment[2].rank_bucket == rank_bucket]
-            tiles = paged_batch.tiles(own, bank, layout.adapter_rows[rank_bucket]).get(rank_bucket, [])
-            room = layout.adapter_tiles(rank_bucket, key.tokens, key.segments)
-            stage.fill_tiles(f"adapters{rank_bucket}", tiles, room)
-            room = layout.head_tiles(key.rows, key.segments)
-            stage.fill_tiles(f"head{rank_bucket}", head.get(rank_bucket, []), room)
+        layout = self._prefill_layout
+        for max_rank, own in self._together(given, key.max_ranks).items():
+            tiles = self._tiles(own, layout.adapter_rows[max_rank])
+            room = layout.adapter_tiles(max_rank, key.tokens, key.segments)
+            stage.fill_tiles(f"adapters{max_rank}", tiles, room)
+        for max_rank, own in self._together(sampled, key.max_ranks).items():
+            tiles = self._tiles(own, paged_batch.TILE_ROWS)
+            stage.fill_tiles(f"head{max_rank}", tiles, layout.head_tiles(key.rows, key.segments))
+
+    def _together(
+        self, given: Sequence[tuple[int, int, RowRef]], max_ranks: Sequence[int]
+    ) -> Mapping[int, Sequence[tuple[int, int, RowRef]]]:
+        """``given`` by the first of these rising ``max_ranks`` that takes its rank: those of a key that was made for
+        them."""
+        found: dict[int, list[tuple[int, int, RowRef]]] = {max_rank: [] for max_rank in max_ranks}
+        for segment in given:
+            found[next(rank for rank in max_ranks if segment[2].rank_bucket <= rank)].append(segment)
+        return found
+
+    def _tiles(
+        self,
+        given: Sequence[tuple[int, int, RowRef]],
+        tile_rows: int,
+        columns: Mapping[RowRef, int] | None = None,
+    ) -> Sequence[paged_batch.Tile]:
+        return paged_batch.tiles(given, self._model.bank, self._origin, tile_rows, columns)
 
     def _computed(self, key: PrefillKey) -> PassTensors:
         """Not replayed."""
@@ -365,12 +439,12 @@ class CudaGraphs:
                 tile_tokens=layout.tile_tokens,
             ),
             adapters=tuple(
-                self._tile_class(
-                    rank_bucket,
-                    fields[f"adapters{rank_bucket}"][: layout.adapter_tiles(rank_bucket, num_tokens, key.segments)],
-                    layout.adapter_rows[rank_bucket],
+                self._adapter_tiles(
+                    max_rank,
+                    fields[f"adapters{max_rank}"][: layout.adapter_tiles(max_rank, num_tokens, key.segments)],
+                    layout.adapter_rows[max_rank],
                 )
-                for rank_bucket in key.rank_buckets
+                for max_rank in key.max_ranks
             ),
         )
         # A view of the buffer would be another program to the compiler.
@@ -381,25 +455,20 @@ class CudaGraphs:
             hidden_TD.index_select(0, fields["last"][:num_rows]),
             self._logits_NV[:num_rows],
             tuple(
-                self._tile_class(
-                    rank_bucket,
-                    fields[f"head{rank_bucket}"][: layout.head_tiles(num_rows, key.segments)],
+                self._adapter_tiles(
+                    max_rank,
+                    fields[f"head{max_rank}"][: layout.head_tiles(num_rows, key.segments)],
                     paged_batch.TILE_ROWS,
                 )
-                for rank_bucket in key.rank_buckets
+                for max_rank in key.max_ranks
             ),
             fields["temperature"][:num_rows],
             fields["uniform"][:num_rows],
         )
 
-    def _tile_class(self, rank_bucket: int, tiles_C5: torch.Tensor, tile_rows: int) -> paged_batch.BucketTiles:
-        return paged_batch.BucketTiles(
-            rank_bucket=rank_bucket,
-            slab=self._model.bank.compute_slab(rank_bucket).view(-1),
-            row=self._model.bank.layout(rank_bucket).row,
-            tiles_C5=tiles_C5,
-            tile_rows=tile_rows,
-            offsets=self._site_offsets(rank_bucket),
+    def _adapter_tiles(self, max_rank: int, tiles_C6: torch.Tensor, tile_rows: int) -> paged_batch.AdapterTiles:
+        return paged_batch.AdapterTiles(
+            max_rank=max_rank, origin=self._origin, tiles_C6=tiles_C6, tile_rows=tile_rows, features=self._features
         )
 
     def _stop_compiling(self, error: RuntimeError) -> None:
@@ -450,7 +519,7 @@ class CudaGraphs:
             stage.fill_rows("tokens", [s.tokens[0] for s in sequences], bucket)
         stage.fill(columns, [s.pages for s in sequences], bucket)
         num_splits = stage.fill_splits(bucket, self._split_tokens(bucket))
-        tiles, lora_a_fused = self._fill_adapters(stage, rows)
+        tiles, lora_a_fused = self._fill_adapters(stage, rows, bucket)
         key = DecodeKey(rows=bucket, splits=num_splits, tiles=tiles, lora_a_fused=lora_a_fused)
         captured = self._captured(key) if self._captures else None
         fields = self._device.fields
@@ -475,12 +544,11 @@ class CudaGraphs:
         *,
         ahead: bool,
     ) -> LaunchedStep:
-        stage.result[:, :room].copy_(computed.result_2N, non_blocking=True)
+        result = stage.result(room)
+        result.copy_(computed.result_2N, non_blocking=True)
         tokens_N = computed.tokens_N[: len(sequences)].clone()  # the next pass may write over them
         stage.done = self._record_event()
-        return LaunchedStep(
-            sequences, columns, tokens_N, computed.logits_NV, stage.result.numpy(), stage.done, ahead=ahead
-        )
+        return LaunchedStep(sequences, columns, tokens_N, computed.logits_NV, result.numpy(), stage.done, ahead=ahead)
 
     def _record_event(self) -> Any:
         """An event after all that was launched so far; None where nothing runs ahead."""
@@ -491,37 +559,28 @@ class CudaGraphs:
         return event
 
     def _fill_adapters(
-        self, stage: DecodeStage, rows: Sequence[RowRef | None]
+        self, stage: DecodeStage, rows: Sequence[RowRef | None], bucket: int
     ) -> tuple[tuple[tuple[int, int], ...], bool]:
         """``tiles`` and ``lora_a_fused`` of the key."""
         given = runs(rows)
         a_columns = None if self._fused_lora_a is None else self._fused_lora_a.columns_of({row for _, _, row in given})
+        max_ranks = sorted(set(self._max_ranks({row.rank_bucket for _, _, row in given}).values()))
         sizes = []
-        for rank_bucket, found in sorted(
-            paged_batch.tiles(given, self._model.bank, paged_batch.TILE_ROWS, a_columns).items()
-        ):
-            room = MIN_TILES
-            while room < len(found):
-                room *= ROOM_GROWS
-            room = min(room, len(stage.numpy[f"adapters{rank_bucket}"]))
-            stage.fill_tiles(f"adapters{rank_bucket}", found, room)
-            sizes.append((rank_bucket, room))
+        for max_rank, own in self._together(given, max_ranks).items():
+            found = self._tiles(own, paged_batch.TILE_ROWS, a_columns)
+            room = next(room for room in _tile_rooms(bucket) if room >= len(found))
+            stage.fill_tiles(f"adapters{max_rank}", found, room)
+            sizes.append((max_rank, room))
         return tuple(sizes), a_columns is not None and bool(given)
 
     # ------------------------------------------------------------------------------------------------ the computation
     def _captured(self, key: DecodeKey | PrefillKey) -> PassTensors | None:
         """None if this model cannot be captured: something in it waits for the device (experts in float32)."""
-        slabs = {rank_bucket: self._model.bank.compute_slab(rank_bucket).data_ptr() for rank_bucket in key.rank_buckets}
-        if any(self._slabs.get(rank_bucket, at) != at for rank_bucket, at in slabs.items()):
-            self._synchronize()
-            self._graphs.clear()  # a slab has grown and lies elsewhere
-            self._slabs.clear()
-            self._memory = None
-        self._slabs.update(slabs)
         short_of_memory = False
         while key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(key)
+                with paused("build"):
+                    self._graphs[key] = self._capture(key)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     if not short_of_memory:  # nothing that is only kept can be freed while a graph is captured
@@ -558,6 +617,7 @@ class CudaGraphs:
             decode_dummies(self._device, key.rows, self._dummy_page)
 
     def _capture(self, key: DecodeKey | PrefillKey) -> PassTensors:
+        start = time.monotonic()
         torch.cuda.synchronize()  # a pass that was launched before reads inputs that the trial runs use too
         if self._side is None:
             self._side = torch.cuda.Stream()  # one for all: what trial runs allocate stays a stream's own
@@ -571,11 +631,10 @@ class CudaGraphs:
             torch.cuda.synchronize()
             if self._memory is None:
                 self._memory = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of the process may go on allocating: they are no part of the graph.
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                captured = self._compute(key)
+            with torch.cuda.stream(self._side):
+                graph, captured = record(lambda: self._compute(key), self._memory)
         captured.graph = graph
+        logger.info("captured %s in %.0f ms", key, 1e3 * (time.monotonic() - start))
         return captured
 
     def _compiled_layers(self) -> AbstractContextManager[object]:
@@ -589,22 +648,12 @@ class CudaGraphs:
             self._calls = [torch.compile(layer.forward, dynamic=self._compiles_prefill) for layer in self._layers]
         return _Calls(self._layers, self._calls, max_programs=MAX_PROGRAMS)
 
-    def _site_offsets(self, rank_bucket: int) -> dict[tuple[int, ...], torch.Tensor]:
-        """Kept, since captured steps read them."""
-        if rank_bucket not in self._offsets:
-            model = self._model
-            products = paged_batch.products(model.network)
-            if model.lm_head.site_index is not None:
-                products.add((model.lm_head.site_index,))
-            self._offsets[rank_bucket] = paged_batch.site_offsets(model.bank, rank_bucket, products, model.device)
-        return self._offsets[rank_bucket]
-
     @torch.no_grad()
     def _compute_step(self, key: DecodeKey) -> PassTensors:
         fields, num_rows = self._device.fields, key.rows
         adapters = tuple(
-            self._tile_class(rank_bucket, fields[f"adapters{rank_bucket}"][:room], paged_batch.TILE_ROWS)
-            for rank_bucket, room in key.tiles
+            self._adapter_tiles(max_rank, fields[f"adapters{max_rank}"][:room], paged_batch.TILE_ROWS)
+            for max_rank, room in key.tiles
         )
         step = paged_batch.PagedBatch(
             attention=paged_batch.DecodeMetadata(
@@ -635,7 +684,7 @@ class CudaGraphs:
         self,
         hidden_ND: torch.Tensor,
         logits_NV: torch.Tensor,
-        adapters: Sequence[paged_batch.BucketTiles],
+        adapters: Sequence[paged_batch.AdapterTiles],
         temperature_N: torch.Tensor,
         uniform_N: torch.Tensor,
     ) -> PassTensors:
@@ -674,6 +723,15 @@ class _Calls:
         for module, compiled in zip(self._modules, self._set_aside, strict=True):
             del module.forward
             module._compiled_call_impl = compiled
+
+
+def _tile_rooms(num_rows: int) -> Iterator[int]:
+    """Room for tiles that a step of so many rows may have: it has no more of them than rows."""
+    room = MIN_TILES
+    while room < num_rows:
+        yield room
+        room *= ROOM_GROWS
+    yield num_rows
 
 
 def table_width(model: BaseModel, num_pages: int) -> int:

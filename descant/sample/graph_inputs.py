@@ -30,7 +30,6 @@ ROOM_GROWS = 4
 program that ends at once; each size is a graph of its own, whose capture holds everybody up."""
 
 Fields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-Tile = tuple[int, int, int, int, int]
 
 ALIGN_BYTES = 16
 """Triton makes other programs for tensors that do not begin at a multiple of it."""
@@ -103,19 +102,23 @@ class Inputs:
 
 
 class _Stage:
-    """A pass's inputs, and its result float64 [2, N], in host memory. Not to be filled again before the device has read
-    and written them."""
+    """A pass's inputs, and its result, in host memory. Not to be filled again before the device has read and written
+    them."""
 
     def __init__(self, fields: Fields, num_rows: int, *, pinned: bool):
         self.inputs = Inputs(fields, torch.device("cpu"), pinned=pinned)
         self.numpy = {name: x.numpy() for name, x in self.inputs.fields.items()}
-        self.result = torch.empty(2, num_rows, dtype=torch.float64, pin_memory=pinned)
+        self._result = torch.empty(2 * num_rows, dtype=torch.float64, pin_memory=pinned)
         self.done: Any = None
         """An event; None: nothing runs behind the host's back."""
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+    def result(self, room: int) -> torch.Tensor:
+        """float64 [2, N] for so many rows. In one piece: a copy to anything else waits for the device."""
+        return self._result[: 2 * room].view(2, room)
 
     def fill_rows(self, name: str, values: Sequence[float] | NDArray[Any], room: int) -> None:
         """0 behind them."""
@@ -127,7 +130,7 @@ class _Stage:
         self.fill_rows("temperature", columns.temperature_N, room)
         self.fill_rows("uniform", uniforms(columns.seeds_N, columns.offsets_N), room)
 
-    def fill_tiles(self, name: str, tiles: Sequence[Tile], room: int) -> None:
+    def fill_tiles(self, name: str, tiles: Sequence[paged_batch.Tile], room: int) -> None:
         field = self.numpy[name]
         field[: len(tiles)] = tiles or 0
         field[len(tiles) : room] = 0
@@ -147,7 +150,7 @@ class DecodeLayout:
             "sources": (torch.int64, (self.rows,)),
             "uniform": (torch.float64, (self.rows,)),
             "partials": (torch.int32, (self.rows, 2)),
-            **{f"adapters{rank_bucket}": (torch.int32, (self.rows, 5)) for rank_bucket in RANK_BUCKETS},
+            **{f"adapters{max_rank}": (torch.int64, (self.rows, 6)) for max_rank in RANK_BUCKETS},
             "temperature": (torch.float32, (self.rows,)),
             "table": (torch.int32, (self.rows, self.width)),
             "splits": (torch.int32, (self.max_splits, 5)),
@@ -202,7 +205,7 @@ def decode_dummies(inputs: Inputs, num_rows: int, page: int) -> None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLayout:
     """``rows``: sequences of a pass at most, and rows that are sampled; ``adapter_rows``: rows of an adapter's tile, by
-    rank bucket."""
+    the ``max_rank`` of its ``AdapterTiles``."""
 
     tokens: int
     rows: int
@@ -219,15 +222,12 @@ class PrefillLayout:
             "temperature": (torch.float32, (self.rows,)),
             "tiles": (torch.int32, (self.tiles(self.tokens, self.rows), 4)),
             **{
-                f"adapters{rank_bucket}": (
-                    torch.int32,
-                    (self.adapter_tiles(rank_bucket, self.tokens, self.rows), 5),
-                )
-                for rank_bucket in RANK_BUCKETS
+                f"adapters{max_rank}": (torch.int64, (self.adapter_tiles(max_rank, self.tokens, self.rows), 6))
+                for max_rank in RANK_BUCKETS
             },
             **{
-                f"head{rank_bucket}": (torch.int32, (self.head_tiles(self.rows, self.rows), 5))
-                for rank_bucket in RANK_BUCKETS
+                f"head{max_rank}": (torch.int64, (self.head_tiles(self.rows, self.rows), 6))
+                for max_rank in RANK_BUCKETS
             },
             "table": (torch.int32, (self.rows, self.width)),
         }
@@ -236,8 +236,8 @@ class PrefillLayout:
         """Of attention: each sequence, and what fills the pass up, ends with one that is not full."""
         return num_tokens // self.tile_tokens + 2 * num_rows + 1
 
-    def adapter_tiles(self, rank_bucket: int, num_tokens: int, num_segments: int) -> int:
-        return num_tokens // self.adapter_rows[rank_bucket] + num_segments
+    def adapter_tiles(self, max_rank: int, num_tokens: int, num_segments: int) -> int:
+        return num_tokens // self.adapter_rows[max_rank] + num_segments
 
     def head_tiles(self, num_rows: int, num_segments: int) -> int:
         return num_rows // paged_batch.TILE_ROWS + num_segments

@@ -34,6 +34,18 @@ class SampleLimits:
     """Prompts are prefilled in steps up to multiples of this, several in one plan, each of which counts as so many
     tokens; and output tokens are always computed one by one, also after a preemption: what is computed together does
     not depend on what else runs. At most ``max_num_batched_tokens``. None: as it comes."""
+    copies_pages: bool = False
+    """The sampler copies keys from page to page (``SequenceStep.copied``): samples of a prompt compute the end of it,
+    which fills no page, once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """The keys of page ``source``'s first ``num_tokens`` tokens, also for ``target``, whose others are 0."""
+
+    source: int
+    target: int
+    num_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +79,8 @@ class SequenceStep:
     draft: tuple[int, ...] = ()
     is_output: bool = False
     """``tokens`` are output tokens, none is the prompt's."""
+    copied: PageCopy | None = None
+    """Before anything is computed in this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

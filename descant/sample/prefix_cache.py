@@ -3,6 +3,7 @@
 **Prefixes are computed once.** A full page stays under a key (``pages``) when its sequence ends or is preempted, and
 is shared by those that begin with the same tokens and the same version: the samples of a prompt, the next turn of a
 conversation, the same sequence after a preemption. A sequence whose next page is being computed by another waits.
+Samples of one request copy the keys of its last page, which the prompt does not fill.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ from dataclasses import dataclass
 
 from descant.prefix import PAGE_TOKENS, page_keys
 from descant.sample.pages import PageAllocator, pages_for
+from descant.sample.plan import PageCopy
 from descant.sample.scores import PromptScorer
 from descant.sample.sequences import SequenceState
 from descant.types import SampleRequest, Version, input_tokens
+
+MIN_COPIED_TOKENS = 4
+"""Fewer are computed in less time than another waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookup:
     """What a sequence that can begin has cached: ``prefix``, behind which ``missing`` pages are to be allocated; it
-    takes ``needed`` of the free ones in all. Valid until pages are next allocated or freed."""
+    takes ``needed`` of the free ones in all. Of the first of these, ``num_copied`` tokens' keys are copied from page
+    ``source``. Valid until pages are next allocated or freed."""
 
     sequence: SequenceState
     prefix: Sequence[int]
@@ -28,18 +34,21 @@ class PrefixLookup:
     needed: int
     scores: PromptScorer | None
     keys: Sequence[bytes]
+    num_copied: int
+    source: int
 
 
 class PrefixCache:
     """The pages of one pool. Changes of a sequence what is about pages (``pages``, ``computed``, ``keys``,
     ``num_cached``, ``pending_keys``, ``single_version``), and nothing else."""
 
-    def __init__(self, num_pages: int, *, prefix_caching: bool, chunk_tokens: int | None):
+    def __init__(self, num_pages: int, *, prefix_caching: bool, chunk_tokens: int | None, copies_pages: bool):
         """``prefix_caching`` False: every sequence computes all its tokens. ``chunk_tokens`` as in ``SampleLimits``:
-        pages with output tokens are not cached then."""
+        pages with output tokens are not cached then. ``copies_pages``: likewise."""
         self.hit_tokens = 0
-        """Since the start, found in cached pages."""
+        """Since the start, found in cached pages, or copied."""
         self._prefix_caching = prefix_caching
+        self._copies_pages = copies_pages and prefix_caching
         self._chunk_tokens = chunk_tokens
         self._pages = PageAllocator(num_pages)
         self._computing: dict[bytes, SequenceState] = {}
@@ -98,9 +107,17 @@ class PrefixCache:
         prefix = self._pages.find(usable)
         if len(prefix) < len(usable) and usable[len(prefix)] in self._computing:
             return None
+        num_copied, source = 0, request.source
+        if self._copies_pages and scores is None and source is not None and source.single_version:
+            num_copied = len(request.prompt) - 1 - len(prefix) * PAGE_TOKENS
+            if not MIN_COPIED_TOKENS <= num_copied < PAGE_TOKENS:
+                num_copied = 0
+            elif source.computed < len(request.prompt) - 1:
+                return None
         missing = pages_for(sequence.length) - len(prefix)
         needed = missing + sum(self._pages.ref_count(page) == 0 for page in prefix)
-        return PrefixLookup(sequence, prefix, missing, needed, scores, keys)
+        source_page = source.pages[len(prefix)] if source is not None and num_copied else -1
+        return PrefixLookup(sequence, prefix, missing, needed, scores, keys, num_copied, source_page)
 
     def allocate(self, lookup: PrefixLookup) -> None:
         """Gives it the pages for all its tokens; ``lookup.needed`` ≤ ``num_free``."""
@@ -108,10 +125,20 @@ class PrefixCache:
         self._pages.share(prefix, owner)
         sequence.pages = (*prefix, *self._pages.allocate(lookup.missing, owner))
         sequence.num_cached = len(prefix)
-        sequence.computed = len(prefix) * PAGE_TOKENS
+        sequence.computed = len(prefix) * PAGE_TOKENS + lookup.num_copied
         self.hit_tokens += sequence.computed
+        if lookup.num_copied:  # its first step may come later, so the page is held until then
+            self._pages.share([lookup.source], owner)
+            target = sequence.pages[len(prefix)]
+            sequence.copied = PageCopy(source=lookup.source, target=target, num_tokens=lookup.num_copied)
         sequence.pending_keys = [key for key in lookup.keys[len(prefix) :] if key not in self._computing]
         self._computing |= dict.fromkeys(sequence.pending_keys, sequence)
+
+    def copied(self, sequence: SequenceState) -> None:
+        """What was to be copied is, or need not be."""
+        if sequence.copied is not None:
+            self._pages.free([sequence.copied.source])
+            sequence.copied = None
 
     def extend(self, sequence: SequenceState, count: int) -> None:
         """``count`` ≤ ``num_free`` pages more."""
@@ -134,6 +161,7 @@ class PrefixCache:
 
     def free(self, sequence: SequenceState) -> None:
         """Frees all its pages."""
+        self.copied(sequence)
         self._pages.free(sequence.pages)
         sequence.pages, sequence.computed, sequence.num_cached = (), 0, 0
         sequence.single_version = True

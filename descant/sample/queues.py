@@ -66,6 +66,8 @@ class SequenceQueues:
             request.hit_tokens = sequence.computed
             owner.num_begun += 1
         sequence.running = request.started = True
+        if request.source is None or not request.source.single_version:
+            request.source = sequence
         if lookup.scores is not None:
             request.scorer = sequence
         model.num_running += 1
@@ -119,6 +121,9 @@ class SequenceQueues:
             sequence.charged = sequence.computed
         self.cache.free(sequence)
         sequence.running = False
+        if request.source is sequence:
+            others = [s for s in request.owner.running if s.request is request] if request.waiting else []
+            request.source = max(others, key=lambda s: s.computed, default=None)
         if request.scorer is sequence and (scores := request.unscored) is not None:
             request.scorer = None
             scores.reset()

@@ -21,13 +21,13 @@ from descant.adapters.slots import RowRef
 from descant.adapters.store import AdapterStore
 from descant.errors import ServerError
 from descant.model.base import BaseModel
-from descant.model.cpu_decoder import MAX_ROWS, CpuDecoder
+from descant.model.cpu.decoder import MAX_ROWS, CpuDecoder
 from descant.model.forward_batch import MIN_ROWS, ForwardBatch, PagedKV, Segment, to_device
-from descant.model.lora import LoraBatch
+from descant.model.lora.batch import LoraBatch
 from descant.sample.cuda_graphs import BUCKETS, CudaGraphs, LaunchedStep, table_width
 from descant.sample.graph_inputs import segments
 from descant.sample.pages import pages_for
-from descant.sample.plan import SequenceOutput, SequenceStep, StepPlan
+from descant.sample.plan import PageCopy, SequenceOutput, SequenceStep, StepPlan
 from descant.sample.rng import uniform
 from descant.sample.sampling import LikeliestRow, RowParams, likeliest_rows, sample_tokens, score_rows
 from descant.sample.scores import PromptChunk, PromptRows
@@ -35,6 +35,13 @@ from descant.types import Version
 
 SCORE_ROWS = 256
 """Rows of [V] float32 logits held at once while a prompt is scored."""
+
+ROW_TOKENS = 48
+"""Prompt tokens of a step that are rows of the CPU decoder beside sequences that decode, at most. Through the modules a
+pass of a few takes as long as some 30 rows (SmolLM2, one thread), one of more takes less for each than a row does,"""
+
+ROW_PAGES = 96
+"""and no more than so many pages are read for them: each row reads all that lies before it."""
 
 CHUNK_TOKENS = 256
 """Tokens of a prompt that are computed together on CUDA when it must be the same every time,"""
@@ -97,8 +104,11 @@ class Sampler:
         on_cuda = model.device.type == "cuda"
         self.chunk_tokens = CHUNK_TOKENS if batch_invariant and on_cuda else None
         self._multiple = 1
+        """Of an adapter's tokens in a pass."""
         if batch_invariant and (on_cuda or model.dtype == torch.float32):
             self._multiple = CHUNK_TOKENS if on_cuda else MIN_ROWS
+        self.copies_pages = not on_cuda and self._multiple == 1
+        """``SampleLimits.copies_pages``."""
         num_padding_pages = pages_for(self._multiple) if self._multiple > 1 else 0
         self._padding_pages = tuple(range(num_pages, num_pages + num_padding_pages))
         self._pins: dict[Version, _Pin] = {}
@@ -154,6 +164,9 @@ class Sampler:
         packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
         and returns in the plan's order. Draft tokens are computed as if they had been sampled. Of a sequence that comes
         several times, with chunk after chunk of its prompt, each finds the keys of those before it."""
+        for sequence in plan.sequences:
+            if sequence.copied is not None:
+                self._copy(sequence.copied)
         if self._graphs is not None:
             outputs = self._run_graphs(self._graphs, plan.sequences)
         elif self._cpu_decoder is not None:
@@ -166,6 +179,11 @@ class Sampler:
         for output in reversed(outputs):  # nothing changes the order of a sequence's own
             by_sequence[output.sequence].append(output)
         return [by_sequence[sequence.sequence].pop() for sequence in plan.sequences]
+
+    def _copy(self, copied: PageCopy) -> None:
+        for pages in self._pool.joined or (*self._pool.keys, *self._pool.values):
+            page = pages[copied.target].zero_()
+            page[..., : copied.num_tokens, :] = pages[copied.source, ..., : copied.num_tokens, :]
 
     def _order(self, sequence: SequenceStep) -> tuple[int, int]:
         return _row_order(self._row(sequence))
@@ -350,22 +368,38 @@ class Sampler:
         return _outputs(sequences, launched.versions(chosen), tokens, logprobs, logits, singly=self._batch_invariant)
 
     def _run_cpu_decoder(self, cpu_decoder: CpuDecoder, sequences: Sequence[SequenceStep]) -> list[SequenceOutput]:
-        """Draft tokens are rows like sequences, each with one key more: a step writes all keys before it reads any, and
-        a row reads those up to its own."""
+        """Draft tokens and a short prompt's tokens are rows like sequences, each with one key more: a step writes all
+        keys before it reads any, and a row reads those up to its own."""
+        in_rows, others = self._in_rows(sequences)
+        in_rows.sort(key=self._order)
+        rows = [row for sequence in in_rows for row in _inputs(sequence)]
         sampled: list[SequenceOutput] = []
-        decoding = sorted((s for s in sequences if _decodes(s)), key=self._order)
-        rows = [row for sequence in decoding for row in _rows(sequence)]
         for first in range(0, len(rows), MAX_ROWS):
             part = rows[first : first + MAX_ROWS]
+            wanted = [index for index, row in enumerate(part) if row.sample]
             logits_NV = cpu_decoder.logits(
                 [s.tokens[0] for s in part],
                 [s.context for s in part],
                 [s.pages for s in part],
                 [self._row(s) for s in part],
+                wanted or [0],
             )
-            sampled += _sampled(part, logits_NV)
-        others = sorted((s for s in sequences if not _decodes(s)), key=self._order)
-        return _verified(decoding, sampled) + (self._run(others) if others else [])
+            if wanted:
+                sampled += _sampled([part[index] for index in wanted], logits_NV)
+        verified = iter(_verified([sequence for sequence in in_rows if sequence.sample], sampled))
+        outputs = [next(verified) if sequence.sample else _output(sequence, None) for sequence in in_rows]
+        return outputs + (self._run(sorted(others, key=self._order)) if others else [])
+
+    def _in_rows(self, sequences: Sequence[SequenceStep]) -> tuple[list[SequenceStep], list[SequenceStep]]:
+        """Those that are rows of the CPU decoder, and the others."""
+        in_rows = [sequence for sequence in sequences if _decodes(sequence)]
+        others = [sequence for sequence in sequences if not _decodes(sequence)]
+        num_tokens = sum(len(sequence.tokens) for sequence in others)
+        num_pages = sum(len(s.tokens) * pages_for(s.context + len(s.tokens)) for s in others)
+        if self._multiple > 1 or num_tokens > ROW_TOKENS or num_pages > ROW_PAGES:
+            return in_rows, others
+        in_rows += [sequence for sequence in others if sequence.prompt is None]
+        return in_rows, [sequence for sequence in others if sequence.prompt is not None]
 
     def _padding(self, version: Version | None, num_tokens: int) -> SequenceStep:
         """Tokens that belong to no sequence."""
@@ -569,6 +603,19 @@ def _rows(sequence: SequenceStep) -> list[SequenceStep]:
         )
         for index, token in enumerate((*sequence.tokens, *sequence.draft))
     ]
+
+
+def _inputs(sequence: SequenceStep) -> list[SequenceStep]:
+    """The step as steps of one token each; those sample that ``_rows`` has."""
+    ahead = len(sequence.tokens) - 1
+    if not ahead:
+        return _rows(sequence)
+    single = [
+        replace(sequence, tokens=(token,), context=sequence.context + index, sample=False, draft=())
+        for index, token in enumerate(sequence.tokens[:-1])
+    ]
+    last = replace(sequence, tokens=sequence.tokens[-1:], context=sequence.context + ahead)
+    return [*single, *_rows(last)]
 
 
 def _verified(sequences: Sequence[SequenceStep], sampled: Sequence[SequenceOutput]) -> list[SequenceOutput]:

@@ -60,7 +60,12 @@ class Scheduler:
         self._decode_text = decode_text
         self._fresh_seed = fresh_seed
         self._drafter = drafter
-        self._cache = PrefixCache(limits.num_pages, prefix_caching=prefix_caching, chunk_tokens=limits.chunk_tokens)
+        self._cache = PrefixCache(
+            limits.num_pages,
+            prefix_caching=prefix_caching,
+            chunk_tokens=limits.chunk_tokens,
+            copies_pages=limits.copies_pages,
+        )
         self._queues = SequenceQueues(self._cache)
         self._admission = FairAdmission(limits, self._queues)
         self._batcher = StepBatcher(limits, self._queues, self._admission, drafter)
@@ -196,8 +201,9 @@ class Scheduler:
     def stats(self) -> dict[str, int]:
         """``waiting`` (sequences, preempted ones included), ``waiting_requests`` (that have not begun), ``running``,
         ``free_pages`` (cached ones included), ``used_pages``, ``cached_pages``; since the start ``preemptions``,
-        ``prefilled_tokens``, ``hit_tokens`` (found in cached pages), ``mid_sequence_updates`` (a running sequence moved
-        to a newer version), ``drafted_steps`` (of one sequence each), ``drafted_tokens`` and ``accepted_tokens``."""
+        ``prefilled_tokens``, ``hit_tokens`` (found in cached pages, or copied), ``mid_sequence_updates`` (a running
+        sequence moved to a newer version), ``drafted_steps`` (of one sequence each), ``drafted_tokens`` and
+        ``accepted_tokens``."""
         queues, cache = self._queues, self._cache
         return {
             "waiting": len(queues.sequences) - len(queues.running),
@@ -244,6 +250,8 @@ class Scheduler:
                 self._fail_request(sequence, output.error)
                 continue
             sequence.computed += len(step.tokens)
+            if step.copied is not None:
+                self._cache.copied(sequence)
             if output.prompt is not None and request.scores is not None:
                 request.scores.take(output.prompt)
             tokens, stop_reason = output.tokens, None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from descant.prefix import PAGE_TOKENS, page_key, page_keys, root_key
+from descant.sample.plan import PageCopy
 from descant.sample.scores import PromptScorer
 from descant.sample.stops import StopText
 from descant.types import SampleRequest, Version
@@ -26,7 +27,7 @@ class SequenceState:
     ``keys``: of its full pages, as far as they were asked for. ``num_cached``: its full pages that the allocator knows
     of. ``pending_keys``: keys of pages that it is about to compute and others wait for. ``single_version``: all it has
     computed is of one version. ``charged``: its first tokens, which its owner was charged for, or another had computed:
-    what is computed again after a preemption does not count.
+    what is computed again after a preemption does not count. ``copied``: what is to be copied with its next step.
     """
 
     id: int
@@ -48,6 +49,7 @@ class SequenceState:
     pending_keys: list[bytes] = field(default_factory=list)
     single_version: bool = True
     charged: int = 0
+    copied: PageCopy | None = None
 
     @property
     def age(self) -> tuple[int, int]:
@@ -82,6 +84,7 @@ class SequenceState:
 class RequestState:
     """``version``: which it is with now; ``inflight`` ones change it. ``open``: samples that have not ended.
 
+    ``source`` is a running sequence that computes, or has computed, the prompt's keys, for others to copy.
     ``scorer`` is the sequence that computes the prompt for ``scores``, whatever pages of that part are there already.
     ``hit_tokens``: of its prompt, found when its first sequence began; 0 once they are emitted.
     """
@@ -98,6 +101,7 @@ class RequestState:
     open: int = 0
     started: bool = False
     hit_tokens: int = 0
+    source: SequenceState | None = None
     scorer: SequenceState | None = None
     scores: PromptScorer | None = None
     scores_emitted: bool = False

@@ -67,6 +67,7 @@ def sampled(
             vocab_size=model.facts.vocab_size,
             eos_token_ids=(),
             chunk_tokens=sampler.chunk_tokens,
+            copies_pages=sampler.copies_pages,
         ),
         decode_text=lambda tokens: "",
         fresh_seed=lambda: 0,

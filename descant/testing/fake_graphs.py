@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from descant.adapters.layout import RANK_BUCKETS
 from descant.adapters.slots import RowRef
 from descant.model.forward_batch import ForwardBatch, PagedKV, Segment
-from descant.model.lora import LoraBatch
-from descant.model.paged_batch import BucketTiles, DecodeMetadata, PagedBatch, PrefillMetadata
+from descant.model.lora.batch import LoraBatch
+from descant.model.paged_batch import AdapterTiles, DecodeMetadata, PagedBatch, PrefillMetadata
 from descant.sample.cuda_graphs import CudaGraphs, DecodeKey, LaunchedStep, PassTensors, PrefillKey, table_width
 from descant.sample.plan import SequenceStep
 from descant.sample.runner import CHUNK_TOKENS, PASS_CHUNKS, Sampler
@@ -114,16 +115,21 @@ class FakeCudaGraphs(CudaGraphs):
         width = self._prefill_layout.width
         return torch.full((width,), self._dummy_page) if pages is None else pages.long()
 
-    def _segments(self, adapters: Sequence[BucketTiles]) -> list[Segment]:
+    def _segments(self, adapters: Sequence[AdapterTiles]) -> list[Segment]:
         """A tile each."""
         found: list[Segment] = []
+        bank = self._model.bank
+        slabs = {rank_bucket: bank.compute_slab(rank_bucket) for rank_bucket in RANK_BUCKETS}
         for entry in adapters:
-            assert entry.slab.data_ptr() == self._model.bank.compute_slab(entry.rank_bucket).data_ptr()
-            for start, end, slot, scale, _ in entry.tiles_C5.tolist():
+            for start, end, at, rank_bucket, scale, _ in entry.tiles_C6.tolist():
                 if start < end:
                     assert end - start <= entry.tile_rows
-                    row = RowRef(rank_bucket=entry.rank_bucket, slot=slot)
-                    want = torch.tensor(SCALE_NUMERATOR / self._model.bank.lora(row).rank, dtype=torch.float32)
+                    assert rank_bucket <= entry.max_rank
+                    address, slab_SP = entry.origin.data_ptr() + at * entry.origin.itemsize, slabs[rank_bucket]
+                    slot, rest = divmod(address - slab_SP.data_ptr(), slab_SP.stride(0) * slab_SP.itemsize)
+                    assert rest == 0
+                    row = RowRef(rank_bucket=rank_bucket, slot=slot)
+                    want = torch.tensor(SCALE_NUMERATOR / bank.lora(row).rank, dtype=torch.float32)
                     assert int(want.view(torch.int32)) == scale
                     found.append(Segment(start=start, end=end, row=row))
         return sorted(found, key=lambda segment: segment.start)
@@ -132,7 +138,7 @@ class FakeCudaGraphs(CudaGraphs):
         self,
         hidden_ND: torch.Tensor,
         logits_NV: torch.Tensor,
-        adapters: Sequence[BucketTiles],
+        adapters: Sequence[AdapterTiles],
         temperature_N: torch.Tensor,
         uniform_N: torch.Tensor,
     ) -> PassTensors:

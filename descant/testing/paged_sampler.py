@@ -114,6 +114,10 @@ class PagedFake:
 
     def step(self, plan: StepPlan) -> list[SequenceOutput]:
         written: set[tuple[int, int]] = set()
+        for step in plan.sequences:
+            if (copied := step.copied) is not None:
+                cells = self.pages[copied.source][: copied.num_tokens]
+                self.pages[copied.target] = [*cells, *[None] * (PAGE_TOKENS - copied.num_tokens)]
         steps = [self._launched(step) for step in plan.sequences]
         self._last = {step.sequence: step for step in plan.sequences} if self._ahead else {}
         for step in steps:

@@ -21,7 +21,7 @@ from descant.model.base import BaseModel
 from descant.model.flops import FlopCounter, peak_bytes, squares
 from descant.model.forward_batch import ForwardBatch, to_device
 from descant.model.lm_head import ChunkLoss, LmHeadOutput
-from descant.model.lora import LoraBatch
+from descant.model.lora.batch import LoraBatch
 from descant.model.pass_graphs import PassGraphs
 from descant.train.loss import SEQUENCE_LOSSES, sequence_ratio, token_loss
 from descant.train.optim import StepRow, adamw, largest

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from descant.model.attention import attention
+from descant.model.attention.dispatch import attention
 from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, KVPool, PagedKV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

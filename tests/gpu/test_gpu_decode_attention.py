@@ -40,7 +40,7 @@ class Pages:
         self.value = normal(len(POSITIONS), heads, value_size)
 
     def attend(self, rows: list[int], split_tokens: int, window: int, softcap: float) -> torch.Tensor:
-        from descant.model.paged_attention import decode_attention
+        from descant.model.attention.decode_kernels import decode_attention
 
         splits, partials = paged_batch.kv_splits(np.array(POSITIONS)[rows], split_tokens)
         room = np.full((2 * len(splits), 5), -1)

@@ -154,10 +154,10 @@ def test_whose_prompts_come_together_makes_no_graph(load: Load) -> None:
     assert set(captured(sampler)) == base
     sample(sampler, [ask(n, version, 20) for n, version in enumerate(versions.values())])
     more = set(captured(sampler)) - base
-    assert {key.rank_buckets for key in more} == {(8, 16, 64, 256)}
+    assert {key.max_ranks for key in more} == {(64, 256)}
     for name in ("a", "c", "e"):
         sample(sampler, [ask(0, versions[name], 120)])
-    assert {key.rank_buckets for key in captured(sampler)} == {(), (8, 16, 64, 256)}
+    assert {key.max_ranks for key in captured(sampler)} == {(), (32,), (64, 256)}
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])

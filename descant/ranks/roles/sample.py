@@ -84,6 +84,7 @@ class SampleRole:
             num_pages=sizes.num_pages,
             max_num_batched_tokens=max(sizes.max_num_batched_tokens, self.sampler.chunk_tokens or 1),
             chunk_tokens=self.sampler.chunk_tokens,
+            copies_pages=self.sampler.copies_pages,
             max_queued_requests=settings.sample.max_queued_requests,
             max_context_length=facts.max_context_length,
             vocab_size=facts.vocab_size,

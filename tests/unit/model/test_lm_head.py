@@ -9,7 +9,7 @@ from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import LoraSite
 from descant.model.forward_batch import ForwardBatch, Segment
 from descant.model.lm_head import LmHead
-from descant.model.lora import LoraBatch
+from descant.model.lora.batch import LoraBatch
 from descant.types import Lora
 
 torch.set_num_threads(1)

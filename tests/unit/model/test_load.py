@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from descant.errors import UserError
 from descant.model import load as load_module
 from descant.model import selfcheck
-from descant.model.attention import NAME, register
+from descant.model.attention.dispatch import NAME, register
 from descant.model.lm_head import LmHead
 from descant.model.load import ModelSource, load_model, native_dtype, resolve_model
 from descant.testing.tiny import EOS_TOKEN_ID, tiny_model

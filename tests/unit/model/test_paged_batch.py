@@ -81,10 +81,14 @@ def test_tiles_cut_each_adapters_rows() -> None:
     def scale(rank: int) -> int:
         return int(np.float32(SCALE_NUMERATOR / rank).view(np.int32))
 
-    a, b, c = (rows[name].slot for name in "abc")
+    origin = torch.zeros(1)
+    starts = {name: bank.compute_slab(row.rank_bucket)[row.slot].data_ptr() for name, row in rows.items()}
+    a, b, c = ((starts[name] - origin.data_ptr()) // origin.itemsize for name in "abc")
     for columns in (None, {rows["a"]: 0, rows["b"]: 16, rows["c"]: 32}):
         at_b, at_c = (16, 32) if columns else (0, 0)
-        assert paged_batch.tiles(segments, bank, 16, columns) == {
-            8: [(0, 16, a, scale(4), 0), (16, 20, a, scale(4), 0), (20, 36, b, scale(8), at_b)],
-            16: [(40, 41, c, scale(16), at_c)],
-        }
+        assert paged_batch.tiles(segments, bank, origin, 16, columns) == [
+            (0, 16, a, 8, scale(4), 0),
+            (16, 20, a, 8, scale(4), 0),
+            (20, 36, b, 8, scale(8), at_b),
+            (40, 41, c, 16, scale(16), at_c),
+        ]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -37,6 +37,7 @@ from descant.types import (
 
 TURN_TOKENS = 100
 PREFIX = [9] * (MIN_SHARED_TOKENS + 4)
+MS = 2.0**-10
 SOURCE = CheckpointSource(uri="a checkpoint", directory="/a", optimizer=False)
 
 
@@ -58,12 +59,14 @@ class Bank:
         return model_id not in self.offloaded
 
 
-def queues(bank: Bank, *, tokens: int = TURN_TOKENS, max_pass_s: float = math.inf) -> Queues:
+def queues(
+    bank: Bank, *, tokens: int = TURN_TOKENS, max_pass_s: float = math.inf, piece_tokens: int | None = None
+) -> Queues:
     return Queues(
         bank,
         num_ranks=1,
         microbatch_tokens=tokens,
-        piece_tokens=None,
+        piece_tokens=piece_tokens,
         packable=True,
         shares={TRAIN: 1.0, SAMPLE: 1.0, "draft": 0.5},
         max_pass_s=max_pass_s,
@@ -82,7 +85,7 @@ def step(model_id: str, seq_id: int) -> Entry:
 
 def run(waiting: Queues, *ready: Kind) -> Choice:
     """A turn of a second."""
-    choice = waiting.choose(ready)
+    choice = waiting.choose(dict.fromkeys(ready, 1))
     ended: Collection[RequestKey] = waiting.take(choice, 0.0).closes if choice.kind == TRAIN else choice.keys
     for key in ended:
         waiting.end(key)
@@ -161,7 +164,7 @@ class Both:
             self.queues.read(model_id)
 
     def turn(self) -> None:
-        ready = {SAMPLE} if self.random.random() < 0.4 else set()
+        ready = {SAMPLE: self.random.choice([1, 2, 4])} if self.random.random() < 0.4 else {}
         choice, expected = (side.choose(ready) for side in self.sides)
         assert choice == expected
         if choice.kind == IDLE:
@@ -254,13 +257,13 @@ def test_the_order_in_which_adapters_are_asked_for() -> None:
     assert run(waiting).model_ids == {"b"}
     for entry in (backward("a", 1, 1), backward("b", 2, 1), backward("c", 1, 1), step("d", 1), backward("d", 2, 1)):
         waiting.add(entry)
-    rows = waiting.choose(())
+    rows = waiting.choose({})
     assert rows.model_ids == {"d"}
     assert waiting.prefetch_order(rows) == ("e", "c", "d", "b", "a", "f")
     assert waiting.prefetch_order(Choice(kind=SAMPLE)) == ("d", "e", "c", "b", "a", "f")
     reading.set_result(None)
     waiting.read("f")
-    assert waiting.choose(()).model_ids == {"d", "f"}
+    assert waiting.choose({}).model_ids == {"d", "f"}
 
 
 def test_a_newcomer_does_not_shut_the_others_out() -> None:
@@ -272,6 +275,96 @@ def test_a_newcomer_does_not_shut_the_others_out() -> None:
         waiting.add(backward("old", number, 10))
         waiting.add(backward("new", number, 10))
     assert Counter(m for _ in range(10) for m in run(waiting).model_ids) == {"old": 5, "new": 5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """Always has a request of ``datums`` waiting; a turn takes ``pass_ms`` for it and ``token_ms`` for each token."""
+
+    datums: tuple[int, ...]
+    token_ms: float = 1.0
+    pass_ms: float = 0.0
+    forward_only: bool = False
+
+
+def spent(tenants: Mapping[str, Tenant], waiting: Queues, *ready: Kind, turns: int = 2000) -> dict[str, float]:
+    """Milliseconds of the device that each has had; every turn takes what its datums take."""
+    seq_ids = count()
+    had = dict.fromkeys(tenants, 0.0)
+
+    def add(name: str) -> None:
+        entry = backward(name, next(seq_ids), *tenants[name].datums)
+        assert isinstance(entry.command, ForwardBackward)
+        entry.command = replace(entry.command, forward_only=tenants[name].forward_only)
+        waiting.add(entry)
+
+    for name in [*tenants, *tenants]:
+        add(name)
+    for _ in range(turns):
+        choice = waiting.choose(dict.fromkeys(ready, 1))
+        took = {name: tenants[name].pass_ms for name in choice.model_ids}
+        for waits in choice.data:
+            name = waits.part.request[0]
+            took[name] += tenants[name].token_ms * waits.tokens
+        if choice.kind == TRAIN:
+            for key in waiting.take(choice, 0.0).closes:
+                waiting.end(key)
+                add(key[0])
+            had = {name: had[name] + took.get(name, 0.0) for name in had}
+        waiting.ran(choice.kind, MS * (sum(took.values()) if choice.kind == TRAIN else 1.0))
+    return had
+
+
+ALIKE = Tenant(datums=(10,))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(Tenant(datums=(10,)), id="alike"),
+        pytest.param(Tenant(datums=(10,), token_ms=2.0), id="tokens that take longer"),
+        pytest.param(Tenant(datums=(2,), pass_ms=15.0), id="passes of few tokens"),
+        pytest.param(Tenant(datums=(10,), token_ms=0.3, forward_only=True), id="evaluations"),
+        pytest.param(Tenant(datums=(10, 10, 10)), id="large requests"),
+    ],
+)
+@pytest.mark.parametrize("piece_tokens", [pytest.param(10, id="cpu"), pytest.param(None, id="beside sampling")])
+def test_models_share_the_time_of_training_turns(other: Tenant, piece_tokens: int | None) -> None:
+    """Turns of one model each, of which is not known in advance what they take. (Much longer ones have more, since
+    nobody is skipped for more than ``STARVATION_BOUND`` passes for each model that waits.)"""
+    waiting = queues(Bank(), tokens=10, piece_tokens=piece_tokens)
+    had = spent({"other": other, "a": ALIKE, "b": ALIKE}, waiting, *([] if piece_tokens else [SAMPLE]))
+    assert had["other"] == pytest.approx(had["a"], rel=0.1)
+    assert had["a"] == pytest.approx(had["b"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("other", "times"),
+    [(Tenant(datums=(10,), token_ms=5.0), 5.0), (Tenant(datums=(10,), token_ms=0.5, forward_only=True), 1.0)],
+    ids=["tokens that take longer", "evaluations"],
+)
+def test_where_turns_are_not_measured_tokens_count(other: Tenant, times: float) -> None:
+    """A GPU's, while nobody samples: they may end before the device has done them."""
+    had = spent({"other": other, "a": ALIKE}, queues(Bank(), tokens=10))
+    assert had["other"] == pytest.approx(times * had["a"], rel=0.1)
+
+
+def test_one_turn_that_compiles_counts_as_eight_at_most() -> None:
+    waiting = queues(Bank(), tokens=10, piece_tokens=10)
+    for number in range(6):
+        waiting.add(backward(f"m{number}", 1, *[10] * 90))
+
+    def turn(milliseconds: float) -> str:
+        choice = waiting.choose({})
+        waiting.take(choice, 0.0)
+        waiting.ran(TRAIN, MS * milliseconds)
+        [name] = choice.model_ids
+        return name
+
+    for _ in range(60):
+        turn(10.0)
+    name = turn(1000.0)
+    assert [turn(10.0) for _ in range(5 * 8)].count(name) in (1, 2, 3), "skipped for the starvation bound"
 
 
 @pytest.mark.parametrize("what", ["data", "rows", "reading"])
@@ -289,7 +382,7 @@ def test_a_decode_step_looks_at_nothing_that_waits(what: str) -> None:
         assert run(waiting, SAMPLE).kind == SAMPLE
         assert run(waiting).kind == TRAIN
     bank.asked = 0
-    choice = waiting.choose({SAMPLE})
+    choice = waiting.choose({SAMPLE: 1})
     assert choice == Choice(kind=SAMPLE)
     assert len(waiting.prefetch_order(choice)) in (47, 50)
     assert bank.asked == 0
@@ -302,14 +395,12 @@ def test_a_training_turn_asks_about_those_it_takes() -> None:
         waiting.add(backward(f"m{number}", 1, 30))
     for _ in range(3):
         bank.asked = 0
-        assert len(waiting.choose(()).data) == 3
+        assert len(waiting.choose({}).data) == 3
         assert bank.asked <= 3 * 2 + 2
         run(waiting)
 
 
 # --------------------------------------------------------------------------------------------------------------- shares
-
-MS = 2.0**-10
 
 
 @given(
@@ -477,6 +568,24 @@ def test_a_tenant_alone_who_trains_step_by_step_has_its_share_and_no_more() -> N
     assert had[TRAIN] == pytest.approx(had[SAMPLE], rel=0.2)
 
 
+@pytest.mark.parametrize(("trained", "sampled", "expected"), [(4, 1, 4.0), (6, 3, 2.0), (4, 4, 1.0), (1, 8, 1.0)])
+def test_where_more_models_wait_to_be_trained_they_have_more_of_the_time(
+    trained: int, sampled: int, expected: float
+) -> None:
+    waiting = queues(Bank(), tokens=10)
+    for number in range(trained):
+        waiting.add(backward(f"m{number}", 1, *[10] * 400))
+    spent = dict.fromkeys((TRAIN, SAMPLE), 0.0)
+    for _ in range(2000):
+        choice = waiting.choose({SAMPLE: sampled})
+        if choice.kind == TRAIN:
+            waiting.take(choice, 0.0)
+        seconds = 1.0 if choice.kind == TRAIN else 0.125
+        waiting.ran(choice.kind, seconds)
+        spent[choice.kind] += seconds
+    assert spent[TRAIN] / spent[SAMPLE] == pytest.approx(expected, rel=0.1)
+
+
 def test_a_turn_of_another_kind_leaves_the_queues_as_they_are() -> None:
     waiting = queues(Bank(), tokens=10)
     waiting.add(backward("a", 1, 10, 10))
@@ -497,7 +606,7 @@ def test_a_pass_that_others_wait_for_takes_no_longer_than_it_may() -> None:
         assert isinstance(entry.command, ForwardBackward)
         entry.command = replace(entry.command, forward_only=forward_only)
         waiting.add(entry)
-        while (choice := waiting.choose(ready)).kind != TRAIN:
+        while (choice := waiting.choose(dict.fromkeys(ready, 1))).kind != TRAIN:
             waiting.ran(choice.kind, 1.0)
         waiting.take(choice, 0.0)
         waiting.end(entry.key)
@@ -518,7 +627,7 @@ def test_a_pass_has_one_piece_at_least() -> None:
     waiting.add(backward("a", 1, *[10] * 6))
     choices = []
     for _ in range(6):
-        choices.append(waiting.choose({SAMPLE}))
+        choices.append(waiting.choose({SAMPLE: 1}))
         if choices[-1].kind == TRAIN:
             waiting.take(choices[-1], 0.0)
         waiting.ran(choices[-1].kind, 1.0)

@@ -97,7 +97,7 @@ def test_an_adapters_tiles_do_not_depend_on_the_others(tmp_path: Path, dtype: to
     def tiles(*given: tuple[int, int, RowRef]) -> dict[int, list[list[int]]]:
         stage, key = graphs._prefill_stages[0], graphs._prefill_key(384, 8, given)
         graphs._fill_prefill_adapters(stage, key, given, [])
-        fields = {rank_bucket: stage.numpy[f"adapters{rank_bucket}"][:, :2] for rank_bucket in key.rank_buckets}
+        fields = {max_rank: stage.numpy[f"adapters{max_rank}"][:, :2] for max_rank in key.max_ranks}
         return {bucket: [tile for tile in field.tolist() if tile != [0, 0]] for bucket, field in fields.items()}
 
     own, other = (128, 384, narrow), (0, 128, wide)

@@ -24,7 +24,7 @@ OWNERS = ("alice", "bob", "carol")
 class World:
     """A rank's share of sampling: versions published, pinned and released, requests running."""
 
-    def __init__(self, rng: random.Random, *, prefix_caching: bool, ahead: bool, scoped: bool):
+    def __init__(self, rng: random.Random, *, prefix_caching: bool, ahead: bool, scoped: bool, copies_pages: bool):
         self.rng = rng
         self.scoped = scoped
         self.scheduler = scheduler(
@@ -33,6 +33,7 @@ class World:
             max_num_batched_tokens=50,
             max_queued_requests=40,
             prefix_caching=prefix_caching,
+            copies_pages=copies_pages,
         )
         self.sampler = PagedFake(NUM_PAGES, ahead=ahead)
         self.finished = Finished()
@@ -176,13 +177,19 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("seed", "prefix_caching", "ahead", "scoped"),
-    [(0, True, False, False), (1, False, False, True), (2, True, True, False), (3, True, False, True)],
-    ids=["prefixes kept", "none kept", "a step ahead", "prefixes kept by owner"],
+    ("seed", "prefix_caching", "ahead", "scoped", "copies_pages"),
+    [
+        (0, True, False, False, False),
+        (1, False, False, True, True),
+        (2, True, True, False, False),
+        (3, True, False, True, False),
+        (4, True, False, True, True),
+    ],
+    ids=["prefixes kept", "none kept", "a step ahead", "prefixes kept by owner", "pages copied"],
 )
-def test_any_order_of_anything(seed: int, prefix_caching: bool, ahead: bool, scoped: bool) -> None:
+def test_any_order_of_anything(seed: int, prefix_caching: bool, ahead: bool, scoped: bool, copies_pages: bool) -> None:
     rng = random.Random(seed)
-    world = World(rng, prefix_caching=prefix_caching, ahead=ahead, scoped=scoped)
+    world = World(rng, prefix_caching=prefix_caching, ahead=ahead, scoped=scoped, copies_pages=copies_pages)
     num_requests = 2000 if prefix_caching else 300
     while len(world.requests) < num_requests or world.scheduler.has_work():
         dice = rng.random()

@@ -15,6 +15,7 @@ from scipy import stats as scipy_stats
 from descant.errors import NotFound, ServerError, UserError
 from descant.model.base import BaseModel
 from descant.model.load import ModelSource, load_model
+from descant.sample import runner
 from descant.sample.plan import SampleLimits, StepPlan
 from descant.sample.runner import Sampler
 from descant.sample.scheduler import Scheduler
@@ -83,7 +84,8 @@ class Desk:
                 max_context_length=MAX_CONTEXT_LENGTH,
                 vocab_size=VOCAB_SIZE,
                 eos_token_ids=(EOS_TOKEN_ID,),
-                **fields,
+                copies_pages=self.sampler.copies_pages,
+                **fields,  # type: ignore[arg-type]
             ),
             decode_text=lambda tokens: "".join(chr(33 + token) for token in tokens),
             fresh_seed=lambda: 0,
@@ -559,7 +561,26 @@ def test_repetitions_are_drafted(load: Callable[..., BaseModel]) -> None:
 def test_samples_of_one_prompt_compute_it_once(load: Callable[..., BaseModel]) -> None:
     desk = Desk(load(), max_num_seqs=16)
     desk.run(ask("r", tokens(150, 1), num_samples=8, max_tokens=2))
-    assert desk.scheduler.stats()["prefilled_tokens"] == 150 + 7 * (150 - 128)
+    assert desk.scheduler.stats()["prefilled_tokens"] == 150 + 7
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prompts_have_the_same_bits_in_rows_and_through_the_modules(
+    load_even: Callable[..., BaseModel], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = []
+    for most in (runner.ROW_TOKENS, 0):
+        monkeypatch.setattr(runner, "ROW_TOKENS", most)
+        desk = Desk(load_even(dtype), max_num_batched_tokens=200)
+        version, other = desk.publish("m", 8), desk.publish("n", 16)
+        desk.add(ask("long", tokens(70, 9), other, num_samples=2))
+        for number, (length, of) in enumerate([(9, version), (30, other), (1, None), (48, version), (140, None)]):
+            desk.add(ask(f"r{number}", tokens(length, number), of, num_samples=1 + number % 2, topk_sample_logprobs=2))
+        outcomes.append(run(desk.scheduler, desk))  # type: ignore[arg-type]
+    in_rows, through_modules = outcomes
+    assert in_rows.tokens == through_modules.tokens
+    assert in_rows.logprobs == through_modules.logprobs
+    assert in_rows.topk == through_modules.topk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

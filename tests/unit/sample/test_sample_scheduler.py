@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from descant.errors import Overloaded, ServerError, UserError
 from descant.prefix import PAGE_TOKENS
 from descant.sample.pages import PageAllocator
-from descant.sample.plan import SampleLimits, SequenceOutput
+from descant.sample.plan import PageCopy, SampleLimits, SequenceOutput
 from descant.sample.scheduler import Scheduler
 from descant.sample.scores import PromptScorer
 from descant.testing.paged_sampler import EOS, VOCAB_SIZE, Finished, PagedFake, decode_letters, request, run, scheduler
@@ -234,10 +234,57 @@ def test_samples_share_their_prompts_full_pages() -> None:
     assert_nothing_left(s)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 128, 129])
-def test_samples_draw_what_they_would_alone_at_page_edges(num_tokens: int) -> None:
+def test_samples_copy_the_end_of_their_prompt() -> None:
+    s, fake = scheduler(max_num_seqs=16, copies_pages=True), PagedFake(64)
+    prompt = [i % 90 for i in range(150)]
+    s.add(request(prompt=prompt, num_samples=16, max_tokens=2))
+    first = s.plan()
+    assert first is not None
+    assert [len(step.tokens) for step in first.sequences] == [150]
+    s.apply(first, fake.step(first))
+    second = s.plan()
+    assert second is not None
+    assert [(step.tokens, step.context) for step in second.sequences[1:]] == [((prompt[-1],), 149)] * 15
+    source = second.sequences[0].pages[2]
+    assert [step.copied for step in second.sequences] == [
+        None,
+        *(PageCopy(source=source, target=step.pages[2], num_tokens=21) for step in second.sequences[1:]),
+    ]
+    finished = Finished()
+    finished.take(s.apply(second, fake.step(second)))
+    run(s, fake, finished)
+    assert s.stats()["prefilled_tokens"] == 150 + 15
+    expected = alone(request(prompt=prompt, num_samples=16, max_tokens=2))
+    assert finished.tokens == expected.tokens
+    assert_nothing_left(s)
+
+
+def test_what_is_left_of_a_prompt_that_is_copied_waits_for_its_first_sample_alone() -> None:
+    s, fake = scheduler(copies_pages=True, max_num_batched_tokens=30), PagedFake(64)
+    s.add(request("copies", prompt=[3] * 50, num_samples=2, max_tokens=3))
+    s.add(request("other", prompt=[4] * 5, max_tokens=3))
+    sizes = []
+    finished = Finished()
+    while (plan := s.plan()) is not None:
+        sizes.append([len(step.tokens) for step in plan.sequences])
+        finished.take(s.apply(plan, fake.step(plan)))
+    assert sizes[:3] == [[30], [20, 5], [1, 1, 1]]
+    expected = alone(request("copies", prompt=[3] * 50, num_samples=2, max_tokens=3))
+    assert finished.tokens["copies", 1] == expected.tokens["copies", 1]
+
+
+def test_without_a_source_the_end_of_a_prompt_is_computed_again() -> None:
+    s, fake = scheduler(copies_pages=True, max_num_seqs=1), PagedFake(64)
+    s.add(request(prompt=[1] * 140, num_samples=3, max_tokens=3))
+    run(s, fake)
+    assert s.stats()["prefilled_tokens"] == 140 + 2 * 12
+
+
+@pytest.mark.parametrize("copies_pages", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 68, 128, 129])
+def test_samples_draw_what_they_would_alone_at_page_edges(num_tokens: int, copies_pages: bool) -> None:
     prompt = [i % 90 for i in range(num_tokens)]
-    s = scheduler()
+    s = scheduler(copies_pages=copies_pages)
     s.add(request(prompt=prompt, num_samples=3, max_tokens=70))
     finished = run(s, PagedFake(64))
     single = alone(request(prompt=prompt, num_samples=1, max_tokens=70))
@@ -739,11 +786,17 @@ events = st.one_of(
     num_pages=st.integers(4, 7),
     max_num_seqs=st.integers(1, 6),
     max_num_batched_tokens=st.sampled_from([5, 30, 70, 200]),
+    copies_pages=st.booleans(),
 )
 def test_whatever_happens_every_request_ends_as_it_would_alone(
-    script: list, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int
+    script: list, num_pages: int, max_num_seqs: int, max_num_batched_tokens: int, copies_pages: bool
 ) -> None:
-    s = scheduler(num_pages=num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    s = scheduler(
+        num_pages=num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        copies_pages=copies_pages,
+    )
     fake, finished = PagedFake(num_pages), Finished()
     added: dict[str, SampleRequest] = {}
     ended: set[str] = set()
@@ -787,7 +840,10 @@ def test_under_pressure_every_request_ends_as_it_would_alone(seed: int) -> None:
     rng = random.Random(seed)
     num_pages = rng.randint(4, 5)
     s = scheduler(
-        num_pages=num_pages, max_num_seqs=rng.choice([2, 4, 8]), max_num_batched_tokens=rng.choice([4, 9, 70])
+        num_pages=num_pages,
+        max_num_seqs=rng.choice([2, 4, 8]),
+        max_num_batched_tokens=rng.choice([4, 9, 70]),
+        copies_pages=seed % 2 == 1,
     )
     fake, finished = PagedFake(num_pages), Finished()
     added: list[SampleRequest] = []

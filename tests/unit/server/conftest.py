@@ -250,7 +250,15 @@ class StubService:
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         return {
-            "org/tiny": {"sample_running": 3, "adapter_load_wait_seconds": 0.25},
+            "org/tiny": {
+                "sample_running": 3,
+                "sampling_gap_seconds_bucket/0.5": 1,
+                "sampling_gap_seconds_bucket/10.0": 2,
+                "sampling_gap_seconds_bucket/+Inf": 2,
+                "sampling_gap_seconds_sum": 2.5,
+                "sampling_gap_seconds_count": 2,
+                "adapter_load_wait_seconds": 0.25,
+            },
             'a "quoted" one': {"sample_running": 0},
         }
 

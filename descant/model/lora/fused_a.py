@@ -4,7 +4,7 @@ adapter's rank-wide intermediates.
     weight [W, in] = base [out, in]  ·  A's at the first site  ·  at the second …  (``MultiLoraLinear.join``)
     x weightᵀ      = y [N, out]      ·  x Aᵀ of every adapter that lies there, at each site: the fused columns
 
-Of an adapter's kernels only the second is left (``paged_lora_kernels``). An adapter has the same columns at every site
+Of an adapter's kernels only the second is left (``lora.paged_kernels``). An adapter has the same columns at every site
 of every product: as many as its rank bucket. What lies there is a copy, made for the first step with an adapter that is
 not there yet. Columns that no adapter of a step uses are of zeros or of an earlier adapter's A: they are not read, and
 no column of a product depends on another.
@@ -22,7 +22,7 @@ from torch import nn
 from descant.adapters.bank import AdapterBank
 from descant.adapters.slots import RowRef
 from descant.model.forward_batch import to_device
-from descant.model.lora import MultiLoraLinear
+from descant.model.lora.linear import MultiLoraLinear
 
 FUSED_COLUMNS = 128
 """For each site: 8 adapters of rank 16. They take 8 % of the layers' memory at 0.6B, 2 % at 8B."""
@@ -66,7 +66,7 @@ class FusedLoraA:
         return self._columns
 
     def _copy(self, rank_bucket: int, rows: Collection[RowRef]) -> None:
-        from descant.model import paged_lora_kernels  # Triton: only where it is used
+        from descant.model.lora import paged_kernels  # Triton: only where it is used
 
         slab_SP = self._bank.compute_slab(rank_bucket)
         if rank_bucket not in self._targets:
@@ -75,4 +75,4 @@ class FusedLoraA:
             self._targets[rank_bucket] = torch.tensor(targets).to(slab_SP.device)
         adapters_G2 = to_device(torch.tensor([(row.slot, self._columns[row]) for row in rows]), slab_SP.device)
         most_in = max(num_in for _, _, num_in in self._sites)
-        paged_lora_kernels.copy_a(slab_SP, rank_bucket, self._targets[rank_bucket], adapters_G2, most_in=most_in)
+        paged_kernels.copy_a(slab_SP, rank_bucket, self._targets[rank_bucket], adapters_G2, most_in=most_in)

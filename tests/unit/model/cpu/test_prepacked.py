@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from descant.model import prepacked
+from descant.model.cpu import prepacked
 
 NATIVE = torch.ops.mkldnn._is_mkldnn_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 """AMX has other bits by the form of the weight: the CPU decoder finds that when it is made, and the modules stay."""

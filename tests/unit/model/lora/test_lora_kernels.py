@@ -14,12 +14,15 @@ pytest.importorskip("triton")
 
 from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import LoraSite
-from descant.model import lora, lora_kernels
 from descant.model.forward_batch import ForwardBatch, Segment
 from descant.model.fused_ops import _swiglu, fuse
-from descant.model.load import ModelSource, _join_linears, load_model
-from descant.model.lora import LoraBatch, lora_linear, lora_linear_backward
-from descant.model.lora_kernels import Sites, Tiles, TileSegment
+from descant.model.load import ModelSource, load_model
+from descant.model.lora import kernels
+from descant.model.lora import products as lora_products
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.kernels import Sites, Tiles, TileSegment
+from descant.model.lora.products import lora_linear, lora_linear_backward
+from descant.model.network import join_linears
 from descant.testing.learner import LearnerHarness, some_commands
 from descant.testing.tiny import tiny_model
 from descant.types import Lora
@@ -86,7 +89,7 @@ def tiles_of(ranges: list[TokenRange], work: dict[int, torch.Tensor], gradients:
         )
         for own_range in ranges
     ]
-    return lora_kernels.make_tiles(segments, NUM_TOKENS, DEVICE)
+    return kernels.make_tiles(segments, NUM_TOKENS, DEVICE)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -104,8 +107,8 @@ def test_they_equal_plain_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if max_features is not None:  # wider outputs are then taken in parts
-        monkeypatch.setattr(lora_kernels, "MAX_FEATURES", max_features)
-        monkeypatch.setattr(lora_kernels, "SPLIT_FEATURES", max_features)
+        monkeypatch.setattr(kernels, "MAX_FEATURES", max_features)
+        monkeypatch.setattr(kernels, "SPLIT_FEATURES", max_features)
     begins = [0, *accumulate([num_in] * len(widths) + list(widths))]
     work = {rank: random(4, rank * begins[-1], seed=rank) for rank in ranks}
     before = {rank: random(2, rank * begins[-1], seed=rank + 1, dtype=torch.float32) for rank in ranks}
@@ -115,15 +118,16 @@ def test_they_equal_plain_products(
     tiles = tiles_of(ranges, work, gradients)
     x, dy = random(NUM_TOKENS, num_in, seed=100), random(NUM_TOKENS, sum(widths), seed=101)
 
-    beyond = torch.ones(NUM_TOKENS, len(widths), max(ranks), dtype=torch.bool, device=DEVICE)
+    beyond = torch.ones(NUM_TOKENS, len(widths), tiles.rank, dtype=torch.bool, device=DEVICE)
     for own_range in ranges:
         beyond[own_range.start : own_range.end, :, : own_range.rank] = False
 
-    h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.expand_backward(dy, tiles, sites)
+    assert tiles.rank == max(kernels.MIN_RANK, *ranks)
+    h, dh = kernels.shrink(x, tiles, sites), kernels.expand_backward(dy, tiles, sites)
     for intermediate in (h, dh):  # what lies beyond a tile's rank is never read
         intermediate.view(beyond.shape)[beyond] = torch.nan
-    y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.shrink_backward(dh, num_in, tiles, sites)
-    lora_kernels.add_gradients(x, dy, h, dh, tiles, sites)
+    y, dx = kernels.expand(h, tiles, sites), kernels.shrink_backward(dh, num_in, tiles, sites)
+    kernels.add_gradients(x, dy, h, dh, tiles, sites)
     want = {rank: slab.double() for rank, slab in before.items()}
     base_only = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
     for own_range in ranges:
@@ -137,7 +141,7 @@ def test_they_equal_plain_products(
         first = 0
         for index, width in enumerate(widths):
             at, bt = rank * sites.a_begins[index], rank * sites.b_begins[index]
-            out, cells = slice(first, first + width), slice(index * max(ranks), index * max(ranks) + rank)
+            out, cells = slice(first, first + width), slice(index * tiles.rank, index * tiles.rank + rank)
             a, b = row[at : at + rank * num_in].view(rank, num_in), row[bt : bt + rank * width].view(width, rank)
             h_own, dh_own = h[own, cells].double(), dh[own, cells].double()
             near(h_own, own_range.scale * x[own].double() @ a.t())
@@ -181,9 +185,9 @@ def test_nothing_of_one_adapter_reaches_another(ranks: tuple[int, ...]) -> None:
             x[sick.start : sick.end] = dy[sick.start : sick.end] = torch.inf
             x[base_only] = dy[base_only] = torch.nan
         tiles = tiles_of(ranges, work, gradients)
-        h, dh = lora_kernels.shrink(x, tiles, sites), lora_kernels.expand_backward(dy, tiles, sites)
-        y, dx = lora_kernels.expand(h, tiles, sites), lora_kernels.shrink_backward(dh, 64, tiles, sites)
-        lora_kernels.add_gradients(x, dy, h, dh, tiles, sites)
+        h, dh = kernels.shrink(x, tiles, sites), kernels.expand_backward(dy, tiles, sites)
+        y, dx = kernels.expand(h, tiles, sites), kernels.shrink_backward(dh, 64, tiles, sites)
+        kernels.add_gradients(x, dy, h, dh, tiles, sites)
         return [y, dx], {p: gradients[p.rank][p.gradient] for p in ranges if p.gradient is not None}
 
     base_only = torch.ones(NUM_TOKENS, dtype=torch.bool, device=DEVICE)
@@ -208,7 +212,9 @@ def near(got: torch.Tensor, want: torch.Tensor, tolerance: float | None = None) 
 
 def through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a CPU and in float32."""
-    monkeypatch.setattr(lora, "_products", lambda x_TI, widths, lora: "kernels" if lora.products == "auto" else "loop")
+    monkeypatch.setattr(
+        lora_products, "choose", lambda x_TI, widths, lora: "kernels" if lora.products == "auto" else "loop"
+    )
 
 
 RANKS = {"a": 4, "b": 16, "c": 16, "d": 64, "e": 20, "f": 128}
@@ -296,7 +302,7 @@ def test_a_pass_through_them_equals_one_through_plain_products(
     for by_kernels in (False, True):
         model = load_model(source, device=DEVICE, dtype=torch.float32, check=False)
         if by_kernels:
-            _join_linears(model.network)
+            join_linears(model.network)
             fuse(model.network)
             assert any(type(module).forward is _swiglu for module in model.network.modules())
             through_kernels(monkeypatch)

@@ -10,10 +10,10 @@ from torch import nn
 
 from descant.adapters.slots import RowRef
 from descant.model.base import BaseModel
-from descant.model.cpu_decoder import CpuDecoder
+from descant.model.cpu.decoder import CpuDecoder
 from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, KVPool, PagedKV, Segment
 from descant.model.load import ModelSource, load_model
-from descant.model.lora import MultiLoraLinear
+from descant.model.lora.linear import MultiLoraLinear
 from descant.testing.learner import LearnerHarness
 from descant.testing.tiny import VOCAB_SIZE, tiny_model
 from descant.types import Version

@@ -15,7 +15,9 @@ from descant.adapters.layout import LoraSite
 from descant.errors import ServerError
 from descant.model import paged_batch
 from descant.model.forward_batch import ForwardBatch, Segment
-from descant.model.lora import ForwardContext, LoraBatch, MultiLoraLinear, _products, lora_add, lora_forward
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.linear import ForwardContext, MultiLoraLinear
+from descant.model.lora.products import choose, lora_add, lora_forward
 from descant.types import Lora
 
 torch.set_num_threads(1)
@@ -423,7 +425,7 @@ def test_on_cuda_grouped_products_are_chosen_and_equal_the_loop() -> None:
         assert bank.gradient("m5").count_nonzero() == 0
     for want, got in zip(*outcomes, strict=True):
         assert (got.float() - want.float()).norm() <= 0.02 * want.float().norm()
-    chosen = _products(x, [OUT], lora)
+    chosen = choose(x, [OUT], lora)
     assert chosen != "loop"
     runs = lora.runs(0, len(x), chosen)
     assert max(len(run_.segments) for run_ in runs) >= 4
@@ -550,10 +552,11 @@ def test_a_decode_step_without_adapters_is_the_base(joined: bool) -> None:
         MultiLoraLinear.join(layers)
     products = paged_batch.products(network)
     assert products == ({(0, 1, 2)} if joined else {(0,), (1,), (2,)})
-    for rank_bucket in (8, 16):
-        layout = bank.layout(rank_bucket)
-        for sites, offsets in paged_batch.site_offsets(bank, rank_bucket, products, torch.device("cpu")).items():
-            assert offsets.tolist() == [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
+    for sites, features in paged_batch.site_features(bank, products, torch.device("cpu")).items():
+        for rank_bucket in (8, 16):
+            layout = bank.layout(rank_bucket)
+            offsets = [[layout.a_offset[site], layout.b_offset[site]] for site in sites]
+            assert (rank_bucket * features).tolist() == offsets
     step = paged_batch.PagedBatch(attention=ForwardBatch(seq_lens=(TOKENS,)), adapters=())
     forward_context.current = step
     with torch.no_grad():

@@ -16,9 +16,10 @@ from descant.adapters.slots import RowRef
 from descant.model import paged_batch
 from descant.model.base import BaseModel
 from descant.model.forward_batch import ForwardBatch
-from descant.model.fused_lora_a import FUSED_COLUMNS, FusedLoraA
-from descant.model.load import ModelSource, _join_linears, load_model
-from descant.model.lora import MultiLoraLinear
+from descant.model.load import ModelSource, load_model
+from descant.model.lora.fused_a import FUSED_COLUMNS, FusedLoraA
+from descant.model.lora.linear import MultiLoraLinear
+from descant.model.network import join_linears
 from descant.testing.learner import LearnerHarness
 from descant.testing.tiny import tiny_model
 from descant.types import SCALE_NUMERATOR, Version
@@ -46,7 +47,7 @@ def load(tmp_path: Path) -> Load:
         source = ModelSource(name=arch, directory=tiny_model(arch, tmp_path / arch))
         model = load_model(source, device=DEVICE, dtype=dtype, check=False, compile=False)
         if model.fused_lora_a is None:
-            _join_linears(model.network, fused_columns=FUSED_COLUMNS)
+            join_linears(model.network, fused_columns=FUSED_COLUMNS)
             model.fused_lora_a = FusedLoraA(model.network, model.bank)
         harness = LearnerHarness(model)
         for number, (name, rank) in enumerate(ranks.items()):
@@ -77,7 +78,10 @@ def layers(model: BaseModel) -> list[tuple[MultiLoraLinear, ...]]:
     ]
 
 
-def make_step(model: BaseModel, who: Sequence[RowRef | None], *, lora_a_fused: bool) -> paged_batch.PagedBatch:
+def make_step(
+    model: BaseModel, who: Sequence[RowRef | None], *, lora_a_fused: bool, apart: bool = False
+) -> paged_batch.PagedBatch:
+    """``apart``: each rank bucket's adapters in a launch of their own."""
     bank, products = model.bank, paged_batch.products(model.network)
     segments = []
     start = 0
@@ -88,19 +92,22 @@ def make_step(model: BaseModel, who: Sequence[RowRef | None], *, lora_a_fused: b
         start = end
     columns = fused_lora_a(model).columns_of({row for row in who if row is not None}) if lora_a_fused else None
     assert (columns is not None) == lora_a_fused
-    classes = [
-        paged_batch.BucketTiles(
-            rank_bucket=rank_bucket,
-            slab=bank.compute_slab(rank_bucket).view(-1),
-            row=bank.layout(rank_bucket).row,
-            tiles_C5=torch.tensor([*found, (0, 0, 0, 0, 0)], dtype=torch.int32, device=DEVICE),
-            tile_rows=paged_batch.TILE_ROWS,
-            offsets=paged_batch.site_offsets(bank, rank_bucket, products, DEVICE),
+    origin = torch.zeros(1, dtype=model.dtype, device=DEVICE)
+    adapters = []
+    for max_rank in {row.rank_bucket for _, _, row in segments} if apart else (64,):
+        own = [segment for segment in segments if not apart or segment[2].rank_bucket == max_rank]
+        found = paged_batch.tiles(own, bank, origin, paged_batch.TILE_ROWS, columns)
+        adapters.append(
+            paged_batch.AdapterTiles(
+                max_rank=max_rank,
+                origin=origin,
+                tiles_C6=torch.tensor([*found, (0,) * 6], dtype=torch.int64, device=DEVICE),
+                tile_rows=paged_batch.TILE_ROWS,
+                features=paged_batch.site_features(bank, products, DEVICE),
+            )
         )
-        for rank_bucket, found in paged_batch.tiles(segments, bank, paged_batch.TILE_ROWS, columns).items()
-    ]
     return paged_batch.PagedBatch(
-        attention=ForwardBatch(seq_lens=(len(who),)), adapters=tuple(classes), lora_a_fused=lora_a_fused
+        attention=ForwardBatch(seq_lens=(len(who),)), adapters=tuple(adapters), lora_a_fused=lora_a_fused
     )
 
 
@@ -140,16 +147,19 @@ def random(model: BaseModel, rows: int, columns: int) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(DEVICE, model.dtype)
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("lora_a_fused", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_product_is_the_bases_and_each_rows_adapters(load: Load, dtype: torch.dtype, lora_a_fused: bool) -> None:
+def test_every_product_is_the_bases_and_each_rows_adapters(
+    load: Load, dtype: torch.dtype, lora_a_fused: bool, apart: bool
+) -> None:
     model = load(dtype)
     pins = {name: pin(model, name) for name in RANKS}
     who = [None if name is None else pins[name] for name in WHO]
     for together in layers(model):
         assert together[0].fused_WI is not None
         x = random(model, len(who), together[0].site.in_features)
-        got = outputs(model, together, x, make_step(model, who, lora_a_fused=lora_a_fused))
+        got = outputs(model, together, x, make_step(model, who, lora_a_fused=lora_a_fused, apart=apart))
         want = torch.cat([expected(model, layer, x, who) for layer in together], dim=1)
         base = torch.cat([x.double() @ layer.weight.double().t() for layer in together], dim=1)
         for name in {*WHO}:

@@ -8,10 +8,18 @@ import torch
 from descant.adapters.bank import AdapterBank
 from descant.adapters.layout import LoraSite
 from descant.adapters.slots import RowRef
-from descant.model import prepacked
+from descant.model.cpu import prepacked
+from descant.model.cpu.stacked_adapters import (
+    KEPT_STEPS,
+    STEPS_BEFORE_PREPACKING,
+    WASTEFUL_STEPS,
+    WIDTHS,
+    Product,
+    StackedAdapters,
+)
 from descant.model.forward_batch import MIN_ROWS, ForwardBatch, Segment
-from descant.model.lora import LoraBatch, lora_forward
-from descant.model.stacked_adapters import MAX_STACKS, STEPS_BEFORE_STACKING, Product, StackedAdapters
+from descant.model.lora.batch import LoraBatch
+from descant.model.lora.products import lora_forward
 from descant.types import Lora, Version
 
 BFLOAT16 = pytest.param(
@@ -103,105 +111,125 @@ class Shelf:
 
     @property
     def num_stacked(self) -> int:
-        return sum(len(stack.indices) for stack in self.stacked._stacks)
+        return sum(len(stack.columns) for stack in self.stacked._stacks)
+
+    @property
+    def widths(self) -> list[int]:
+        return [stack.num_columns for stack in self.stacked._stacks]
 
 
 def test_of_any_number_rank_and_order(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
     rows = sorted([shelf.row(8), shelf.row(16, train_mlp=False), shelf.row(16), shelf.row(4), shelf.row(64)])
     for mix in ([*rows, None, None, None], [rows[0]] * 9, [None, rows[1], rows[3], rows[4], None, None, None, None]):
-        for _ in range(STEPS_BEFORE_STACKING + 1):
+        for _ in range(STEPS_BEFORE_PREPACKING + 1):  # plain, then prepacked
             shelf.check(mix)
-    many = sorted(shelf.row(16) for _ in range(20))  # more than one stack
-    for _ in range(STEPS_BEFORE_STACKING + 1):
-        shelf.check(list(many))
-    own = [stack for stack in shelf.stacked._stacks if stack.indices.keys() & set(many)]
-    assert [len(stack.indices) for stack in own] == [16, 4]
+    assert (shelf.widths, shelf.num_stacked) == ([128], 5)
+    many = [shelf.row(16) for _ in range(20)]
+    mixed = [*many[10:], *many[:10]]  # rows of more than one stack, in any order
+    for _ in range(STEPS_BEFORE_PREPACKING + 1):
+        shelf.check(list(mixed))
+    assert shelf.widths == [256, 192]
 
 
-def test_stacked_only_when_they_come_up_again(dtype: torch.dtype) -> None:
+def test_one_of_another_rank_fills_a_gap(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
-    rows = [shelf.row() for _ in range(MIN_ROWS)]
-    for number in range(1, STEPS_BEFORE_STACKING + 1):
-        shelf.check(list(rows))
-        assert shelf.num_stacked == (MIN_ROWS if number == STEPS_BEFORE_STACKING else 0)
-    fewer = [rows[0], *rows[:4], *[None] * 3]
-    shelf.check(fewer)
-    assert shelf.num_stacked == MIN_ROWS, "half of them still use it"
-    for _ in range(STEPS_BEFORE_STACKING):
-        shelf.check([rows[5], *[None] * 7])
-    assert shelf.num_stacked == 1
+    rows: list[RowRef] = []
+    for rank in (8, 32, 16, 8):
+        rows.append(shelf.row(rank))
+        shelf.check([*rows, *[None] * 4])
+    assert (shelf.widths, shelf.num_stacked) == ([64], 4)
 
 
 def test_a_row_that_is_given_to_another_is_not_served_from_a_copy(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
-    rows: list[RowRef | None] = [shelf.row(), shelf.row(), *[None] * 6]
-    for _ in range(STEPS_BEFORE_STACKING):
+    rows: list[RowRef | None] = [shelf.row(), shelf.row(train_attn=False), *[None] * 6]
+    for _ in range(STEPS_BEFORE_PREPACKING + 1):
         shelf.check(rows)
-    shelf.drop(1)
-    assert shelf.row() == rows[0], "the lowest free slot is taken again"
-    assert shelf.num_stacked == 2
-    for _ in range(STEPS_BEFORE_STACKING):
+    for number, flags in enumerate(({"train_attn": False}, {"train_mlp": False}, {}), 2):
+        shelf.drop(number)
+        assert shelf.row(**flags) == rows[1], "the lowest free slot is taken again"
         shelf.check(rows)
+    assert (shelf.widths, shelf.num_stacked) == ([16], 2)
 
 
-def test_one_that_comes_leaves_the_others_stack_as_it_is(dtype: torch.dtype) -> None:
+def test_one_that_comes_leaves_the_others_where_they_are(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
     rows: list[RowRef | None] = [shelf.row(), shelf.row(), *[None] * 6]
-    for _ in range(STEPS_BEFORE_STACKING):
-        shelf.check(rows)
-    [first] = shelf.stacked._stacks
-    rows = sorted([*rows[:2], shelf.row(16), shelf.row()]) + [None] * 4  # type: ignore[type-var]
-    for number in range(1, STEPS_BEFORE_STACKING + 1):
-        shelf.check(rows)
-        assert len(shelf.stacked._stacks) == (3 if number == STEPS_BEFORE_STACKING else 1)
-    assert shelf.stacked._stacks[0] is first
-    assert shelf.num_stacked == 4
-
-
-def test_one_that_changes_leaves_the_others_stack_as_it_is(dtype: torch.dtype) -> None:
-    shelf = Shelf(dtype)
-    rows: list[RowRef | None] = [shelf.row(), shelf.row(), shelf.row(), *[None] * 5]
-    for _ in range(STEPS_BEFORE_STACKING):
-        shelf.check(rows)
-    [first] = shelf.stacked._stacks
-    shelf.drop(2)
-    assert shelf.row() == rows[1]
     shelf.check(rows)
-    assert list(first.indices) == [rows[0], rows[2]], "its place in the stack is nobody's"
-    for _ in range(STEPS_BEFORE_STACKING):
-        shelf.check(rows)
-    assert [list(stack.indices) for stack in shelf.stacked._stacks] == [[rows[0], rows[2]], [rows[1]]]
+    [before] = [dict(stack.columns) for stack in shelf.stacked._stacks]
+    rows = sorted([*rows[:2], shelf.row(16), shelf.row()]) + [None] * 4  # type: ignore[type-var]
+    shelf.check(rows)
+    [after] = [stack.columns for stack in shelf.stacked._stacks]
+    assert before.items() <= after.items()
+    assert after.keys() == set(rows) - {None}
 
 
-def test_many_stacks_become_one(dtype: torch.dtype) -> None:
+def test_columns_of_one_that_left_are_taken(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
-    rows: list[RowRef] = []
-    for _ in range(MAX_STACKS + 1):
-        rows.append(shelf.row())
-        for _ in range(STEPS_BEFORE_STACKING):
-            shelf.check([*rows, *[None] * max(0, MIN_ROWS - len(rows))])
-    assert len(shelf.stacked._stacks) == MAX_STACKS + 1
-    for _ in range(STEPS_BEFORE_STACKING):
-        shelf.check([rows[0], *rows])
-    assert [list(stack.indices) for stack in shelf.stacked._stacks] == [rows]
+    first, second, third = (shelf.row() for _ in range(3))
+    shelf.check([first, second, *[None] * 6])
+    for _ in range(KEPT_STEPS):
+        shelf.check([first, *[None] * 7])
+    shelf.check([first, third, *[None] * 6])
+    assert (shelf.widths, shelf.num_stacked) == ([16], 2)
+    shelf.check([first, second, third, *[None] * 5])  # a step ago: the stack grows
+    assert (shelf.widths, shelf.num_stacked) == ([32], 3)
 
 
-def test_what_nobody_uses_is_dropped_in_the_end(dtype: torch.dtype) -> None:
+def test_one_that_comes_to_a_prepacked_stack_is_in_it(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
-    for _ in range(4 * MAX_STACKS):
-        row = shelf.row()
-        for _ in range(STEPS_BEFORE_STACKING):
-            shelf.check([row, *[None] * 7])
-        assert len(shelf.stacked._stacks) <= 2 * MAX_STACKS
-    assert len(shelf.stacked._generations) <= 2 * MAX_STACKS
+    rows = [shelf.row(), shelf.row(16)]
+    for _ in range(STEPS_BEFORE_PREPACKING):
+        shelf.check([*rows, *[None] * 6])
+    assert shelf.stacked._stacks[0].prepacked is not None
+    rows.append(shelf.row())
+    shelf.check([*rows, *[None] * 5])
+    assert (shelf.stacked._stacks[0].prepacked, shelf.num_stacked) == (None, 3)
+
+
+def test_stacks_that_are_mostly_of_others_are_made_anew(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
+    rows = [shelf.row(64) for _ in range(8)]
+    shelf.check([*rows])
+    assert shelf.widths == [256, 256]
+    few = [rows[0], rows[7]]
+    for _ in range(WASTEFUL_STEPS):
+        shelf.check([*few, *[None] * 6])
+    assert (shelf.widths, shelf.num_stacked) == ([128], 2)
+
+
+def test_what_nobody_uses_leaves_no_stack(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
+    for _ in range(8 * KEPT_STEPS):
+        shelf.check([shelf.row(), *[None] * 7])
+    assert len(shelf.stacked._stacks) == 1
+    assert shelf.widths[0] <= WIDTHS[2]
+    assert len(shelf.stacked._generations) <= shelf.widths[0] // 8
+
+
+def test_some_rows_of_a_step(dtype: torch.dtype) -> None:
+    """What the head computes."""
+    shelf = Shelf(dtype)
+    rows = [shelf.row(), shelf.row(16), shelf.row(12)]  # the last in no stack
+    every = [row for row in rows for _ in range(6)]
+    step = shelf.stacked.step(every)
+    assert step is not None
+    some = [0, 5, 6, 7, 11, 12, 13, 14, 17]
+    part = shelf.stacked.among([every[n] for n in some])
+    for product in PRODUCTS:
+        x = torch.randn(len(every), product.in_features).to(dtype)
+        whole, own = step.addition(x, product), part.addition(x[some], product)
+        assert whole is not None
+        assert own is not None
+        assert torch.equal(whole[some], own)
 
 
 @pytest.mark.parametrize("fill", [torch.nan, torch.inf, 3e38])
 def test_numbers_that_are_not_finite_stay_with_their_owner(fill: float, dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
     good, bad, other = sorted([shelf.row(), shelf.row(fill=fill), shelf.row()])
-    for _ in range(STEPS_BEFORE_STACKING + 1):
+    for _ in range(STEPS_BEFORE_PREPACKING + 1):
         shelf.check([good, bad, bad, other, *[None] * 4], ignored=(bad,))
     assert shelf.num_stacked == 2
 
@@ -210,7 +238,7 @@ def test_intermediates_that_overflow_stay_with_their_owner(dtype: torch.dtype) -
     """Finite weights, but their products are not."""
     shelf = Shelf(dtype)
     good, loud, other = sorted([shelf.row(), shelf.row(fill=1e37), shelf.row()])
-    for _ in range(STEPS_BEFORE_STACKING + 1):
+    for _ in range(STEPS_BEFORE_PREPACKING + 1):
         shelf.check([good, loud, loud, other, *[None] * 4], ignored=(loud,))
     assert shelf.num_stacked == 3
 
@@ -218,7 +246,7 @@ def test_intermediates_that_overflow_stay_with_their_owner(dtype: torch.dtype) -
 def test_a_scale_that_would_round_is_not_stacked(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype)
     rows = sorted([shelf.row(12), shelf.row(16)])
-    for _ in range(STEPS_BEFORE_STACKING + 1):
+    for _ in range(STEPS_BEFORE_PREPACKING + 1):
         shelf.check([*rows, *[None] * 6])
     assert shelf.num_stacked == 1
 
@@ -228,7 +256,7 @@ def test_other_bits_are_found_out(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     rows: list[RowRef | None] = [shelf.row(), *[None] * 7]
     plain = prepacked.linear
     monkeypatch.setattr(prepacked, "linear", lambda x, w, bias: plain(x, w, bias) * 1.01)
-    for _ in range(STEPS_BEFORE_STACKING + 1):
+    for _ in range(STEPS_BEFORE_PREPACKING + 1):
         shelf.check(rows)
     assert shelf.num_stacked == 0
 
@@ -236,6 +264,22 @@ def test_other_bits_are_found_out(monkeypatch: pytest.MonkeyPatch, dtype: torch.
 def test_no_more_than_there_is_room_for(dtype: torch.dtype) -> None:
     shelf = Shelf(dtype, max_bytes=1000)
     row = shelf.row()
-    for _ in range(STEPS_BEFORE_STACKING + 1):
+    for _ in range(STEPS_BEFORE_PREPACKING + 1):
         shelf.check([row, *[None] * 7])
     assert shelf.num_stacked == 0
+
+
+def test_room_is_made_by_what_is_not_used(dtype: torch.dtype) -> None:
+    shelf = Shelf(dtype)
+    shelf.check([shelf.row(256), *[None] * 7])
+    other = Shelf(dtype, max_bytes=shelf.stacked._num_bytes(256))
+    first, second = other.row(256), other.row(256)
+    for row, most in ((first, 1), (second, 0)):  # no second copy, and no room for another
+        other.check([row, *[None] * 7])
+        assert (row in other.stacked._stacks[0].columns) == bool(most)
+    for _ in range(KEPT_STEPS):
+        other.check([second, *[None] * 7])
+    other.drop(2)
+    assert other.row(256) == second
+    other.check([second, *[None] * 7])
+    assert list(other.stacked._stacks[0].columns) == [second]

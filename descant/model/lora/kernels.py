@@ -32,6 +32,10 @@ MAX_SITES = 3
 MAX_RANK = 64
 """Of larger rank buckets the library's grouped products are as fast."""
 
+MIN_RANK = 32
+"""Columns of a token's intermediates at least: the SDK's default. Narrower adapters cost as much, and each number has
+programs of its own."""
+
 MAX_FEATURES = 32768
 """Up to so many a program of ``expand_backward`` runs through all of a site's. Over a vocabulary there would be too few
 programs: each takes a split of ``SPLIT_FEATURES``, and the splits are added up in float32."""
@@ -365,7 +369,7 @@ def make_tiles(segments: Sequence[TileSegment], num_tokens: int, device: torch.d
         tiles_C4=both[: len(tiles)],
         spans_N4=both[len(tiles) :],
         num_own=len(own),
-        rank=max(segment.rank for segment in segments),
+        rank=max(MIN_RANK, *(segment.rank for segment in segments)),
     )
 
 

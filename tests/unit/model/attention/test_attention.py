@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from descant.errors import UserError
-from descant.model import attention as attention_module
-from descant.model.attention import attention
+from descant.model.attention import tiles
+from descant.model.attention.dispatch import attention
 from descant.model.forward_batch import PAGE_TOKENS, ForwardBatch, KVPool, PagedKV, Prefix, stream_rows
 
 LAYER: Any = SimpleNamespace(layer_idx=0, is_causal=True)
@@ -175,7 +175,7 @@ def test_a_token_does_not_depend_on_its_pass(monkeypatch: pytest.MonkeyPatch) ->
         alone = call(*(x[:, :, start : start + length] for x in (q, k, v)), ForwardBatch(seq_lens=(length,)))
         assert torch.equal(alone, once[:, start : start + length])
         start += length
-    monkeypatch.setattr(attention_module, "TILE_SCORES", 1)
+    monkeypatch.setattr(tiles, "TILE_SCORES", 1)
     assert torch.equal(call(q, k, v, ForwardBatch(seq_lens=LENGTHS)), once)
 
 
@@ -197,13 +197,13 @@ def test_a_sequence_is_its_prefix_and_its_own_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tile_scores", [1, attention_module.TILE_SCORES])
+@pytest.mark.parametrize("tile_scores", [1, tiles.TILE_SCORES])
 def test_behind_a_shared_prefix_tokens_are_bit_equal(
     dtype: torch.dtype, rule: dict[str, Any], tile_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = qkv(sum(OWN_LENGTHS), dtype)
     whole = call(*(x[:, :, torch.cat(ROWS)] for x in (q, k, v)), ForwardBatch(seq_lens=tuple(map(len, ROWS))), **rule)
-    monkeypatch.setattr(attention_module, "TILE_SCORES", tile_scores)
+    monkeypatch.setattr(tiles, "TILE_SCORES", tile_scores)
     shared = call(q, k, v, ForwardBatch(seq_lens=OWN_LENGTHS, prefixes=PREFIXES), **rule)
     assert torch.equal(shared[:, torch.cat(ROWS)], whole)
 

@@ -8,7 +8,7 @@ are written and read in one go, softmax runs over the rows that are meant and no
 **The bits are those of the modules**, and so the trainer's. ``CpuDecoder.of`` knows one kind of layer (two norms, a
 gated MLP, rotary over whole heads, maybe norms of queries and keys), which it takes by the names of its parts, and
 then runs a decode step both ways. A model that comes out different in one bit, or has other parts, goes on through
-its modules. Why sums have the order they have in ``_attend`` stands in ``attention``.
+its modules. Why sums have the order they have in ``_attend`` stands in ``attention.blocked``.
 
 Legend: N rows (sequences, and what fills up to 8), S sequences of a reading, B blocks (pages), K key heads, G query
 heads of each, M rows of a product, D head size, H hidden size, V vocabulary.
@@ -27,12 +27,22 @@ from numpy.typing import NDArray
 from torch import nn
 
 from descant.adapters.slots import RowRef
-from descant.model import prepacked
-from descant.model.attention import RULES, TILE_KEYS, Rule
+from descant.model.attention.rule import RULES, Rule
+from descant.model.attention.tiles import TILE_KEYS
 from descant.model.base import BaseModel, make_kv_pool
+from descant.model.cpu import prepacked
+from descant.model.cpu.layer_records import (
+    JOINED,
+    LayerRecord,
+    Norm,
+    given,
+    layer_records,
+    norm_record,
+    product_with_adapters,
+)
+from descant.model.cpu.stacked_adapters import Product, StackedAdapters, StackedStep
 from descant.model.forward_batch import MIN_ROWS, PAGE_TOKENS, ForwardBatch, KVPool, PagedKV
-from descant.model.lora import MultiLoraLinear
-from descant.model.stacked_adapters import Product, StackedAdapters, StackedStep
+from descant.model.lora.linear import MultiLoraLinear
 
 logger = logging.getLogger(__name__)
 
@@ -41,51 +51,6 @@ MAX_ROWS = prepacked.MAX_ROWS
 
 TRIAL_CONTEXTS = (2, PAGE_TOKENS - 1, PAGE_TOKENS + 5, 9)
 """Of the step that is run both ways."""
-
-_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_ATTENTION_NORMS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-_JOINED = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
-_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Norm:
-    weight: torch.Tensor
-    eps: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Linear:
-    """All of ``product``, one above the other, prepacked. ``widths`` of its outputs."""
-
-    product: Product
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    widths: tuple[int, ...]
-
-    def __call__(self, x_NI: torch.Tensor, adapters: StackedStep | None) -> Sequence[torch.Tensor]:
-        """[N, O] of each part, not contiguous where there are several."""
-        y_NO = _product(x_NI, self.weight, self.bias, self.product, adapters)
-        return (y_NO,) if len(self.widths) == 1 else y_NO.split(self.widths, dim=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    """``pages`` [P, 2, K, PAGE_TOKENS, D]."""
-
-    before_attention: _Norm
-    queries_keys_values: _Linear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
-    output: _Linear
-    before_mlp: _Norm
-    gate_up: _Linear
-    act: nn.Module
-    down: _Linear
-    rule: Rule
-    pages: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +76,12 @@ class _Reading:
 class CpuDecoder:
     """Made by ``of``. One thread."""
 
-    def __init__(self, model: BaseModel, layers: Sequence[_Layer], row_multiple: int):
+    def __init__(self, model: BaseModel, layers: Sequence[LayerRecord], row_multiple: int):
         self._row_multiple = row_multiple
         decoder: Any = model.decoder
         self._embedding: nn.Module = decoder.embed_tokens
         self._rotary: nn.Module = decoder.rotary_emb
-        self._norm = _norm(decoder.norm)
+        self._norm = norm_record(decoder.norm)
         self._lm_head = model.lm_head
         self._layers = layers
         self._num_key_heads, self._head_size, _ = model.kv_shapes[0]
@@ -139,7 +104,7 @@ class CpuDecoder:
         weights (``BaseModel.prepack_weights``). ``row_multiple``: a step's rows are filled up to a multiple of it."""
         if not pool.joined or model.lm_head.prepacked is None or len({*model.kv_shapes}) > 1:
             return None
-        layers = _records(model)
+        layers = layer_records(model)
         if layers is None:
             return None
         contexts = [min(context, model.facts.max_context_length - 1) for context in TRIAL_CONTEXTS]
@@ -157,7 +122,7 @@ class CpuDecoder:
             replace(layer, pages=pages) for layer, pages in zip(cpu_decoder._layers, pool.joined, strict=True)
         ]
         for module in model.decoder.modules():
-            if isinstance(module, MultiLoraLinear) and module.site.name.rpartition(".")[2] in _JOINED:
+            if isinstance(module, MultiLoraLinear) and module.site.name.rpartition(".")[2] in JOINED:
                 module.prepacked = None  # a second time it is not needed
         return cpu_decoder
 
@@ -168,16 +133,26 @@ class CpuDecoder:
         contexts: Sequence[int],
         pages: Sequence[Sequence[int]],
         rows: Sequence[RowRef | None],
+        wanted: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """float32 [N, V] after one more token of each sequence, at most ``MAX_ROWS``. ``contexts``: tokens that are in
-        its ``pages`` already. ``rows`` sorted (rank bucket, then slot; None anywhere)."""
+        """float32 [N, V] after one more token of each of at most ``MAX_ROWS``. ``contexts``: tokens that are in its
+        ``pages`` already, or come in rows of this step. ``rows`` sorted (rank bucket, then slot; None anywhere).
+        ``wanted``: only of these, at least one; None: of all."""
         padding = self._num_rows(len(tokens)) - len(tokens)
-        adapters = self._adapters.step((*rows, *[None] * padding))
+        rows = (*rows, *[None] * padding)
+        adapters = self._adapters.step(rows)
         hidden_NH = self._hidden(tokens, contexts, pages, adapters)
-        logits_NV = _product(
-            hidden_NH, _given(self._lm_head.prepacked), self._lm_head.bias_V, self._lm_head_product, adapters
+        num_wanted = len(tokens)
+        if wanted is not None and self._num_rows(len(wanted)) < len(rows):
+            num_wanted = len(wanted)
+            chosen = (*wanted, *[wanted[-1]] * (self._num_rows(num_wanted) - num_wanted))
+            hidden_NH = hidden_NH[list(chosen)]
+            adapters = None if adapters is None else self._adapters.among([rows[index] for index in chosen])
+            wanted = None
+        logits_NV = product_with_adapters(
+            hidden_NH, given(self._lm_head.prepacked), self._lm_head.bias_V, self._lm_head_product, adapters
         )
-        return self._lm_head.scaled(logits_NV[: len(tokens)])
+        return self._lm_head.scaled(logits_NV[:num_wanted] if wanted is None else logits_NV[list(wanted)])
 
     def _num_rows(self, num_sequences: int) -> int:
         return max(MIN_ROWS, -(-num_sequences // self._row_multiple) * self._row_multiple)
@@ -279,7 +254,7 @@ class CpuDecoder:
                 gathered=torch.empty(2, len(chosen), K, len(blocks), PAGE_TOKENS, D),
             )
 
-    def _attend(self, reading: _Reading, layer: _Layer, heads: torch.Tensor, attended: torch.Tensor) -> None:
+    def _attend(self, reading: _Reading, layer: LayerRecord, heads: torch.Tensor, attended: torch.Tensor) -> None:
         """``heads`` [N, G · K + 2 K, D]: a row's queries first. Into ``attended`` [N, G · K · D]."""
         S, B, K, G, D = reading.num_sequences, reading.num_blocks, self._num_key_heads, self._group, self._head_size
         own = heads[:S] if reading.rows is None else heads.index_select(0, reading.rows)
@@ -310,30 +285,6 @@ class CpuDecoder:
             attended[reading.rows] = found.reshape(S, -1).to(attended.dtype)
 
 
-def _product(
-    x_NI: torch.Tensor,
-    weight: torch.Tensor,
-    bias_O: torch.Tensor | None,
-    product: Product | None,
-    adapters: StackedStep | None,
-) -> torch.Tensor:
-    """Base and adapters, as ``lora.lora_linear`` adds them up. ``weight`` prepacked."""
-    addition_NO = None if adapters is None or product is None else adapters.addition(x_NI, product)
-    if addition_NO is None or adapters is None or product is None:
-        return prepacked.linear(x_NI, weight, bias_O)
-    y_NO = prepacked.linear_add(x_NI, weight, addition_NO)
-    if bias_O is not None:
-        y_NO.add_(bias_O)
-        if (base_only_N1 := adapters.base_only(product)) is not None:
-            y_NO = torch.where(base_only_N1, prepacked.linear(x_NI, weight, bias_O), y_NO)
-    return y_NO
-
-
-def _given(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor
-
-
 def _table(pages: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     table = np.zeros((len(pages), max(len(own) for own in pages)), np.int64)
     for index, own in enumerate(pages):
@@ -341,95 +292,11 @@ def _table(pages: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     return table
 
 
-def _normed(x: torch.Tensor, norm: _Norm) -> torch.Tensor:
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """[..., H], rounded where transformers rounds."""
     wide = x.float()
     variance = torch.mul(wide, wide).mean(-1, keepdim=True)
     return torch.mul(wide, variance.add_(norm.eps).rsqrt_()).to(x.dtype).mul_(norm.weight)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# From modules to records
-
-
-def _records(model: BaseModel) -> list[_Layer] | None:
-    """By the names of their parts. Their rules and pages come later; None where there is more, or less, than
-    expected, or a weight that could not be prepacked."""
-    decoder: Any = model.decoder
-    if _children(decoder) != _DECODER or type(decoder.embed_tokens) is not nn.Embedding:
-        return None
-    records: list[_Layer] = []
-    for layer in decoder.layers:
-        if _children(layer) != _LAYER or not _MLP - {"act_fn"} <= _children(layer.mlp) <= _MLP:
-            return None
-        attention, mlp = layer.self_attn, layer.mlp
-        if _children(attention) not in (_ATTENTION, _ATTENTION | _ATTENTION_NORMS):
-            return None
-        has_norms = _children(attention) >= _ATTENTION_NORMS
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [attention.q_norm, attention.k_norm] if has_norms else []
-        qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        gate, up = mlp.gate_proj, mlp.up_proj
-        queries_keys_values = _joined(qkv, (tuple(linear.site_index for linear in qkv),))
-        output, down = _one(attention.o_proj), _one(mlp.down_proj)
-        gate_up = _joined([gate, up], ((gate.site_index,), (up.site_index,)))
-        if not all(hasattr(norm, "variance_epsilon") for norm in norms):
-            return None
-        if queries_keys_values is None or output is None or gate_up is None or down is None:
-            return None
-        records.append(
-            _Layer(
-                before_attention=_norm(layer.input_layernorm),
-                queries_keys_values=queries_keys_values,
-                query_norm=_norm(attention.q_norm) if has_norms else None,
-                key_norm=_norm(attention.k_norm) if has_norms else None,
-                output=output,
-                before_mlp=_norm(layer.post_attention_layernorm),
-                gate_up=gate_up,
-                act=mlp.act_fn,
-                down=down,
-                rule=Rule(scaling=1.0, window=None, softcap=None),
-                pages=torch.empty(0),
-            )
-        )
-    return records
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
-
-
-def _norm(module: Any) -> _Norm:
-    return _Norm(weight=module.weight.detach(), eps=module.variance_epsilon)
-
-
-def _one(linear: MultiLoraLinear) -> _Linear | None:
-    if linear.prepacked is None:
-        return None
-    product = _product_of([linear], ((linear.site_index,),))
-    return _Linear(product=product, weight=linear.prepacked, bias=linear.bias, widths=product.widths)
-
-
-def _joined(linears: Sequence[MultiLoraLinear], outputs: tuple[tuple[int, ...], ...]) -> _Linear | None:
-    """``outputs``: the sites of each."""
-    biases = [linear.bias for linear in linears]
-    if any(bias is None for bias in biases) != all(bias is None for bias in biases):
-        return None
-    bias_O = None if biases[0] is None else torch.cat([_given(bias) for bias in biases])
-    weight = prepacked.prepack(torch.cat([linear.weight_OI for linear in linears]), bias_O)
-    if weight is None:
-        return None
-    width = {linear.site_index: linear.site.out_features for linear in linears}
-    widths = tuple(sum(width[site] for site in sites) for sites in outputs)
-    return _Linear(product=_product_of(linears, outputs), weight=weight, bias=bias_O, widths=widths)
-
-
-def _product_of(linears: Sequence[MultiLoraLinear], outputs: tuple[tuple[int, ...], ...]) -> Product:
-    return Product(
-        in_features=linears[0].site.in_features,
-        outputs=outputs,
-        widths=tuple(linear.site.out_features for linear in linears),
-    )
 
 
 class _Trial:
@@ -456,7 +323,7 @@ class _Trial:
     def equals(self, cpu_decoder: CpuDecoder) -> bool:
         last = [int(prompt[-1]) for prompt in self._prompts]
         logits_NV = cpu_decoder.logits(last, self._contexts, self._pages, [None] * len(last))
-        return torch.equal(logits_NV, _given(self._expected_NV)) and all(
+        return torch.equal(logits_NV, given(self._expected_NV)) and all(
             torch.equal(mine, theirs) for mine, theirs in zip(self.pool.joined, self._expected_pool.joined, strict=True)
         )
 
