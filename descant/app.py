@@ -331,7 +331,7 @@ async def serving(
         stack.push_async_callback(_end, watch)
 
         async def report_of_server() -> Mapping[str, Any]:
-            differ = service.recovery.num_differing.total()
+            differ = service.recovery.num_differing
             return {**await report(), "storage": storage.trouble, "replayed_losses_differ": differ}
 
         app = create_app(

@@ -1,7 +1,7 @@
 """Models made again after a death, of their rank or of the server: from their newest snapshot, by the journal.
 
-    recovery.interrupted(model)     # its trainer lost it: it is made again in the background
-    await recovery.start()          # at the server's start: all models that an earlier server had
+    recovery.interrupted(model)                          # its trainer lost it: it is made again in the background
+    await recovery.restore(model, entries, pending)      # at the server's start: what one was asked before
 
 A model is created from its snapshot, or as it was created first. Its commands since then are done again in order. One
 that has no answer yet gets it from that; what was answered stays as it was answered, and it is counted where the
@@ -18,34 +18,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 
-from descant.errors import DescantError, Lost, NotFound, RankDied, ServerError
+from descant.errors import DescantError, Lost, RankDied, ServerError
 from descant.ports import Clock
 from descant.service.automatic_snapshots import AutomaticSnapshots
 from descant.service.backends import Backends
-from descant.service.command_queue import CommandQueue, QueuedCommand, result_of
+from descant.service.command_queue import QueuedCommand, result_of
 from descant.service.jobs import Job, Jobs
 from descant.service.journal import Journal, JournalEntry
 from descant.service.model_creation import ModelCreation
 from descant.service.models import LiveModel, Models, RecoveryProgress
+from descant.service.repetition import MAX_DEATHS, Counts, Repetition
 from descant.service.sampling import Sampling
-from descant.service.training import Training, is_rejection, rejection
+from descant.service.training import Training, rejection
 from descant.types import (
-    Command,
     CommandRecord,
     CreateModel,
     DeleteModel,
-    ForwardBackwardOutput,
     ModelCreated,
     Rejected,
     Result,
-    Snapshot,
-    SnapshotRef,
     Version,
 )
 
@@ -53,18 +49,6 @@ log = logging.getLogger(__name__)
 
 DEATH_PAUSE_S = 0.2
 """After a rank's death, until it is known what was lost with it."""
-
-MAX_DEATHS = 3
-
-AT_TRAINER = 32
-"""Commands of one model that are with its trainer at a time while they are repeated."""
-AT_TRAINER_BYTES = 8 << 20
-
-SETTLE_S = 60.0
-"""How long it is waited for that a save or a publication which needs nothing of the dead rank goes on by itself."""
-
-TOLERANCE = 1e-3
-"""By so much of itself a repeated loss may differ: the kernels of a GPU may add up in another order."""
 
 
 class Recovery:
@@ -102,9 +86,8 @@ class Recovery:
         """Models under recovery that no trainer has yet, as far as we know, and what one says once it is asked."""
         self._suspects = {base: asyncio.Lock() for base in backends}
         self.num_recovered: Counter[str] = Counter()
-        self.num_repeated: Counter[str] = Counter()
-        self.num_differing: Counter[str] = Counter()
-        """All by base."""
+        self.counts = {base: Counts() for base in backends}
+        """Both by base."""
 
     # ------------------------------------------------------------------------------------------------ QueueWatcher
     def gap_closed(self, model_id: str, first: int, last: int, message: str) -> None:
@@ -198,12 +181,17 @@ class Recovery:
         progress = model.recovering
         return f"recovering model {model_id!r}: {progress.done} of {progress.total} commands replayed"
 
+    @property
+    def num_differing(self) -> int:
+        """Commands that came out otherwise when they were repeated, since the start."""
+        return sum(counts.differing for counts in self.counts.values())
+
     def stats(self, base: str) -> Mapping[str, float]:
         return {
             "models_recovering": sum(model.recovering is not None for model in self._models.of_base(base)),
             "models_recovered": self.num_recovered[base],
-            "commands_replayed": self.num_repeated[base],
-            "replayed_losses_differ": self.num_differing[base],
+            "commands_replayed": self.counts[base].repeated,
+            "replayed_losses_differ": self.counts[base].differing,
         }
 
     # ------------------------------------------------------------------------------------------------ one model
@@ -255,15 +243,22 @@ class Recovery:
             made = self._creating[model_id] = queue.send_again(0, creation)
             await result_of(made, ModelCreated)
         self._creating.pop(model_id, None)
-        repeating = _Repeating(self, model, progress)
+        repetition = Repetition(
+            model,
+            journal=self._journal,
+            training=self.training,
+            sampling=self.sampling,
+            alone=self._suspects[model.record.base],
+            counts=self.counts[model.record.base],
+        )
         while entries := [
             entry for entry in await self._journal.entries(model_id, after=position) if entry.seq_id < queue.next_seq_id
         ]:
             progress.total += len(entries)
             for entry in entries:
-                await repeating.repeat(entry)
+                await repetition.repeat(entry)
                 position = entry.seq_id
-            await repeating.drain()
+            await repetition.drain()
         # Nothing is awaited since it was seen that no other command had its turn: what comes is sent from here.
         queue.resume(after=position)
 
@@ -327,123 +322,3 @@ class Recovery:
             if entry.seq_id == expected:
                 expected = entry.record.arguments.get("last", entry.seq_id) + 1
         return expected
-
-    # ------------------------------------------------------------------------------------------------ one command
-    async def entry(self, model_id: str, seq_id: int) -> JournalEntry | None:
-        """As it stands now."""
-        return next(iter(await self._journal.entries(model_id, after=seq_id - 1, up_to=seq_id)), None)
-
-    async def command(self, model: LiveModel, entry: JournalEntry) -> Command:
-        """As it came."""
-        return await self.training.command(model.record, await self._journal.read(entry))
-
-    def suspects(self, base: str) -> asyncio.Lock:
-        return self._suspects[base]
-
-
-class _Repeating:
-    """One model's commands, one after the other, some of them on their way at a time."""
-
-    def __init__(self, recovery: Recovery, model: LiveModel, progress: RecoveryProgress):
-        self._recovery = recovery
-        self._model = model
-        self._queue: CommandQueue = model.queue
-        self._progress = progress
-        self._sent: deque[tuple[JournalEntry, asyncio.Future[Result]]] = deque()
-        self._sent_bytes = 0
-
-    async def repeat(self, entry: JournalEntry) -> None:
-        queue, model_id, seq_id = self._queue, self._model.record.model_id, entry.seq_id
-        waiting = queue.entry(seq_id)
-        if waiting is not None and (outcome := waiting.outcome) is not None and await queue.settled(waiting, SETTLE_S):
-            entry, waiting = replace(entry, failed=outcome.exception() is not None), None
-        elif waiting is None and entry.failed is None:  # it was answered since the entry was read, perhaps
-            entry = await self._recovery.entry(model_id, seq_id) or entry
-        command = waiting.command if waiting is not None else None
-        if waiting is None and (rejected := queue.rejected(seq_id)) is not None:
-            command, entry = rejected, replace(entry, failed=True)
-        if waiting is None and not await self._is_needed(entry):
-            self._progress.done += 1
-            return
-        if command is None:
-            command = await self._recovery.command(self._model, entry)
-        if waiting is None and entry.failed and entry.record.operation == "forward_backward":
-            message = "it failed before"
-            command = Rejected(model_id=model_id, seq_id=seq_id, message=message, poisons_gradient=True)
-        if self._model.deaths[seq_id] >= MAX_DEATHS:
-            command = self._give_up(entry, waiting, command)
-        if self._model.deaths[seq_id] == MAX_DEATHS - 1:
-            await self.drain()
-            async with self._recovery.suspects(self._model.record.base):
-                sent = await self._send(entry, command)
-                await self.drain()
-        else:
-            sent = await self._send(entry, command)
-        if isinstance(command, Snapshot) and waiting is None:
-            ref = await result_of(sent, SnapshotRef)
-            await self._recovery.sampling.publish_again(self._model.record, ref)
-
-    async def _is_needed(self, entry: JournalEntry) -> bool:
-        """Whether the model's state, or somebody who samples it, depends on a command that was answered."""
-        record = entry.record
-        if is_rejection(record):
-            return bool(record.arguments["poisons_gradient"])
-        match record.operation:
-            case "forward_backward" | "optim_step":
-                return True
-            case "load_weights":
-                return not entry.failed
-            case "save_weights_for_sampler" if "sampling_session_seq_id" in record.arguments and not entry.failed:
-                return self._recovery.sampling.awaits(Version(model_id=record.model_id, number=record.seq_id))
-        return False
-
-    def _give_up(self, entry: JournalEntry, waiting: QueuedCommand | None, command: Command) -> Command:
-        """Of a command that ranks die of. Raises ``Lost`` for one that was answered: without it the model is
-        another."""
-        why = (
-            f"{entry.record.operation} with seq_id {entry.seq_id} ran when the rank died {MAX_DEATHS} times, the last "
-            "time alone, and is not tried again"
-        )
-        if waiting is None or waiting.job is None:
-            raise Lost(why)
-        poisons = entry.record.operation == "forward_backward"
-        return Rejected(model_id=command.model_id, seq_id=command.seq_id, message=why, poisons_gradient=poisons)
-
-    async def _send(self, entry: JournalEntry, command: Command) -> asyncio.Future[Result]:
-        while self._sent and (
-            len(self._sent) >= AT_TRAINER or self._sent_bytes + entry.record.num_bytes > AT_TRAINER_BYTES
-        ):
-            await self._take_oldest()
-        outcome = self._queue.send_again(entry.seq_id, command)
-        self._sent.append((entry, outcome))
-        self._sent_bytes += entry.record.num_bytes
-        return outcome
-
-    async def drain(self) -> None:
-        """Until all have their results."""
-        while self._sent:
-            await self._take_oldest()
-
-    async def _take_oldest(self) -> None:
-        entry, outcome = self._sent.popleft()
-        self._sent_bytes -= entry.record.num_bytes
-        base = self._model.record.base
-        try:
-            result = await asyncio.shield(outcome)
-        except RankDied:
-            raise
-        except NotFound as error:  # it died between two of them
-            raise RankDied(f"the model is not there any more: {error}") from None
-        except DescantError as error:
-            differs = entry.failed is False
-            why: object = error
-        else:
-            loss = result.metrics["loss:sum"] if isinstance(result, ForwardBackwardOutput) else None
-            was = entry.loss
-            differs = loss is not None and was is not None and not abs(loss - was) <= TOLERANCE * max(1.0, abs(was))
-            why = f"loss {loss}, it was {was}"
-        if differs:
-            self._recovery.num_differing[base] += 1
-            log.error("%s with seq_id %d came out otherwise: %s", entry.record.operation, entry.seq_id, why)
-        self._recovery.num_repeated[base] += 1
-        self._progress.done += 1

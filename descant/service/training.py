@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from descant.errors import CannotStore, QuotaExceeded, ServerError, UserError
@@ -358,7 +358,12 @@ class Training:
             if isinstance(model, LiveModel) and not model.lost:
                 if is_kept:
                     self._journal.count(written, owner=record.owner, base=record.base)
-                model.queue.submit(command, job=job, finish=self.finish(record, written), num_bytes=written.num_bytes)
+                model.queue.submit(
+                    command,
+                    job=job,
+                    finish=self.finish(record, replace(written, body=None)),
+                    num_bytes=written.num_bytes,
+                )
                 self._models.waits(model)
             else:
                 self._jobs.start(job, self._raise_lost(record.model_id))
