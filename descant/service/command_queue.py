@@ -365,13 +365,13 @@ class CommandQueue:
         self.work.seconds += now - max(sent_at, self._last_end)
         self._last_end = now
         self._note_end(seq_id, outcome)
-        if life == self._life and _is_death(outcome):
+        if life == self._life and is_death(outcome):
             self._has_died()
 
     def _note_end(self, seq_id: int, outcome: asyncio.Future[Result]) -> None:
         if self._at_trainer.get(seq_id) is outcome:
             del self._at_trainer[seq_id]
-            if _is_death(outcome):
+            if is_death(outcome):
                 self._died.add(seq_id)
 
     def _has_died(self) -> None:
@@ -379,7 +379,8 @@ class CommandQueue:
         self._watcher.died(self._model_id)
 
 
-def _is_death(outcome: asyncio.Future[Result]) -> bool:
+def is_death(outcome: asyncio.Future[Result]) -> bool:
+    """Of one that is done."""
     return not outcome.cancelled() and isinstance(outcome.exception(), RankDied)
 
 

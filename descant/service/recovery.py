@@ -23,11 +23,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 
-from descant.errors import DescantError, Lost, RankDied, ServerError
+from descant.errors import CannotStore, DescantError, Lost, RankDied, ServerError
 from descant.ports import Clock
 from descant.service.automatic_snapshots import AutomaticSnapshots
 from descant.service.backends import Backends
-from descant.service.command_queue import QueuedCommand, result_of
+from descant.service.command_queue import QueuedCommand, is_death, result_of
 from descant.service.jobs import Job, Jobs
 from descant.service.journal import Journal, JournalEntry
 from descant.service.model_creation import ModelCreation
@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 
 DEATH_PAUSE_S = 0.2
 """After a rank's death, until it is known what was lost with it."""
+
+DISK_PAUSE_S = 5.0
+"""Until a disk that could not be read is tried again."""
 
 
 class Recovery:
@@ -145,7 +148,7 @@ class Recovery:
         if model_id not in self._creating:
             return False
         made = self._creating[model_id]
-        return made is None or not made.done() or isinstance(made.exception(), RankDied)
+        return made is None or not made.done() or is_death(made)
 
     @staticmethod
     def _count_death(model: LiveModel) -> None:
@@ -206,6 +209,9 @@ class Recovery:
                     log.warning("a model's recovery begins anew: %s", died)
                     self._count_death(model)
                     await self._clock.sleep(DEATH_PAUSE_S)
+                except CannotStore as error:  # which comes to itself, or has the operator look after it
+                    log.warning("a model's recovery begins anew: %s", error)
+                    await self._clock.sleep(DISK_PAUSE_S)
         except DescantError as error:
             log.error("a model could not be recovered: %s", error)
             await self._lose(model, f"it could not be recovered: {error}")
