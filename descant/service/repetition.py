@@ -114,13 +114,14 @@ class Repetition:
         if is_rejection(record):
             return bool(record.arguments["poisons_gradient"])
         match record.operation:
-            case "forward_backward" | "optim_step":
-                return True
+            case "forward" | "save_weights":
+                return False
             case "load_weights":
                 return not entry.failed
-            case "save_weights_for_sampler" if "sampling_session_seq_id" in record.arguments and not entry.failed:
-                return self._sampling.awaits(Version(model_id=record.model_id, number=record.seq_id))
-        return False
+            case "save_weights_for_sampler":
+                version = Version(model_id=record.model_id, number=record.seq_id)
+                return not entry.failed and self._sampling.awaits(version)
+        return True
 
     def _give_up(self, entry: JournalEntry, waiting: QueuedCommand | None, command: Command) -> Command:
         """Of a command that ranks die of. Raises ``Lost`` for one that was answered: without it the model is
