@@ -26,13 +26,15 @@ from typing import Any, Protocol, TypeVar
 import uvloop
 from starlette.applications import Starlette
 
+from descant.ckpt.object_store import ObjectCheckpointStore
+from descant.ckpt.remote import Remote
 from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
 from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, ServerReport
 from descant.errors import ServerError, UserError
 from descant.pools.supervisor import ReplicaSpec, Supervisor
 from descant.pools.transfer import TRANSFER
-from descant.ports import Clock
+from descant.ports import CheckpointStore, Clock
 from descant.ranks.health import Death, Health, TurnReport
 from descant.ranks.launch import Launcher, Link, Receive, start_processes
 from descant.ranks.placement import rank_specs, share_gpus
@@ -314,10 +316,10 @@ async def serving(
         service = Service(
             backends=backends,
             futures=futures,
-            checkpoints=DirCheckpointStore(settings.data_dir / CHECKPOINTS),
+            checkpoints=await checkpoint_store(settings),
             registry=Registry(database),
             journal=await Journal.open(database, settings.data_dir / JOURNAL),
-            snapshots=DirCheckpointStore(settings.data_dir / SNAPSHOTS),
+            snapshots=await asyncio.to_thread(DirCheckpointStore, settings.data_dir / SNAPSHOTS),
             clock=clock,
             encode=encode,
             decode=_decode,
@@ -358,6 +360,21 @@ def _decode(body: RequestBody) -> ForwardBackward:
 
 MAX_REPEATED_BYTES = 1 << 31
 
+
+async def checkpoint_store(settings: Settings) -> CheckpointStore:
+    """Where ``checkpoints.url`` says. Raises ``UserError``, and ``ServerError`` for a store that cannot be used."""
+    directory = settings.data_dir / CHECKPOINTS
+    if settings.checkpoints.url is None:
+        return await asyncio.to_thread(DirCheckpointStore, directory)
+    copies = shutil.disk_usage(settings.data_dir).total // LOCAL_COPIES_SHARE
+    store = ObjectCheckpointStore(Remote(settings.checkpoints.url), directory / OBJECT_STORE, max_local_bytes=copies)
+    await store.start()
+    return store
+
+
+LOCAL_COPIES_SHARE = 4
+"""Local copies of checkpoints in an object store take one part in so many of the disk."""
+OBJECT_STORE = "object-store"
 LOOK_INTERVAL_S = 1.0
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from descant.ckpt.manifest import fsync_directory
+from descant.ckpt.disk import REAL
 from descant.distributed.failure import DistributedFailure, read_report
 from descant.errors import ServerError, UserError
 from descant.ranks.health import Death, Health, SlowTurn, TurnReport
@@ -63,7 +63,7 @@ class LastFailure:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        fsync_directory(path.parent)
+        REAL.fsync_directory(path.parent)
 
 
 def _private(path: str, flags: int) -> int:

@@ -163,14 +163,14 @@ class CheckpointStore(Protocol):
     """Whole checkpoints by name. A name is either absent or complete; a crash at any point leaves it one of the two."""
 
     async def attempt(self, name: CheckpointName) -> str:
-        """A fresh empty directory that only this attempt writes into, on the same file system as the final place."""
+        """A fresh empty directory that only this attempt writes into, on a file system that the ranks share."""
         ...
 
     async def commit(self, name: CheckpointName, attempt: str, manifest: Manifest) -> Checkpoint:
-        """Makes the attempt visible under ``name``: manifest last, rename, directory fsynced. Replaces an older one
-        of the same name atomically enough that at every moment one of the two can be opened.
-        Raises ``ServerError`` if a file of the manifest is missing or has another size, ``CannotStore`` if the disk
-        takes no more; nothing is visible then."""
+        """Makes the attempt visible under ``name``, durably, in one step. Replaces an older one of the same name
+        atomically enough that at every moment one of the two can be opened.
+        Raises ``ServerError`` if a file of the manifest is missing or has another size, or the attempt is another
+        server's, ``CannotStore`` if the disk or the store takes no more; nothing is visible then."""
         ...
 
     async def abandon(self, attempt: str) -> None:
@@ -178,8 +178,8 @@ class CheckpointStore(Protocol):
         ...
 
     async def open(self, name: CheckpointName) -> Checkpoint:
-        """Raises ``NotFound``, and ``Damaged`` for one whose manifest is not whole, or of whose files one is missing or
-        has another size."""
+        """Its files are in ``directory``, to be read soon. Raises ``NotFound``, and ``Damaged`` for one whose manifest
+        is not whole, or of whose files one is missing or has another size."""
         ...
 
     async def list(self, model_id: str | None = None) -> Sequence[Checkpoint]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import (
     Background,
     Cancel,
+    Drop,
     Fail,
     Idle,
     Microbatch,
@@ -48,6 +50,7 @@ from descant.ranks.ops import (
 from descant.ranks.partition import balanced_shares, piece_shares
 from descant.ranks.queues import Entry, Queues
 from descant.ranks.sampling_dispatcher import SamplingDispatcher
+from descant.ranks.snapshot_room import SnapshotRoom
 from descant.ranks.turn_trace import TurnTrace
 from descant.types import Command, ForwardBackwardOutput, Snapshot, SnapshotRef
 
@@ -60,6 +63,9 @@ QUIET_S = 0.0005
 """A rank with nothing to do waits until nothing more has come for so long …"""
 BURST_S = 0.004
 """… but no longer than this."""
+
+SAVING_S = 5.0
+"""How often a rank that does nothing but save shows that it lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +113,13 @@ class TurnLoop:
             max_pass_s=max_pass_s,
         )
         self._sampling = SamplingDispatcher(executor, respond)
+        self._snapshot_room = SnapshotRoom(executor.memory)
         self._turn = 0
         self._trace = TurnTrace(seconds)
         self._stopped = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="descant-write")
+        self._writes: list[Future[Any]] = []
 
     def post(self, request: RankRequest) -> None:
         """Any thread."""
@@ -144,9 +152,15 @@ class TurnLoop:
             self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self) -> None:
+        timeouts = [] if self._info.idle_s is None else [self._info.idle_s]
+        if self._is_saving():
+            timeouts += [SAVING_S, max(0.0, self._snapshot_room.expires_s - self._seconds())]
         try:
-            request = self._inbox.get(timeout=self._info.idle_s)
+            request = self._inbox.get(timeout=min(timeouts, default=None))
         except queue.Empty:
+            if self._is_saving():  # which ends by deadlines of its own: whoever watches is to see that we live
+                self._turn += 1
+                self._describe("")
             self._executor.execute(Idle())
             self._trace.idle()
             return
@@ -164,6 +178,11 @@ class TurnLoop:
                 trace.mark("take")
         trace.idle()
 
+    def _is_saving(self) -> bool:
+        """Whether anything is written behind the turns, or waits for that."""
+        self._writes = [writing for writing in self._writes if not writing.done()]
+        return bool(self._writes) or math.isfinite(self._snapshot_room.expires_s)
+
     def _stats(self) -> Mapping[str, float]:
         return {**self._executor.execute(Stats()), **self._sampling.stats(), **self._trace.stats()}
 
@@ -172,6 +191,8 @@ class TurnLoop:
 
     # ------------------------------------------------------------------------------------------------ requests
     def _take_requests(self) -> None:
+        for model_id, _ in self._snapshot_room.expire(self._seconds()):
+            self._queues.read(model_id)
         while not self._stopped:
             try:
                 request = self._inbox.get_nowait()
@@ -201,6 +222,9 @@ class TurnLoop:
                 self._answer(id, self._stats)
             case Turns():
                 self._answer(id, self._trace.report)
+            case Drop():
+                self._answer(id, lambda: self._executor.execute(op))
+                self._free_snapshot((op.ref.version.model_id, op.ref.version.number))
             case Operation():
                 self._answer(id, lambda: self._executor.execute(op))
             case _:
@@ -223,7 +247,9 @@ class TurnLoop:
             else:
                 self._respond(RankResponse(id=id, result=writing.result()))
 
-        self._writer.submit(result.run).add_done_callback(written)
+        writing = self._writer.submit(result.run)
+        self._writes.append(writing)
+        writing.add_done_callback(written)
 
     def _read(self, op: Command | Operation[Any], then: Callable[[Callable[[], Any]], None]) -> Future[Any] | None:
         """Begins to read what ``op`` needs, if it needs anything. When that is done ``then`` is called on the loop's
@@ -259,7 +285,8 @@ class TurnLoop:
             begun = self._microbatch(choice)
             self._end_microbatch(begun, begun.op)
         elif choice.kind == ROWS:
-            self._run_rows(choice.commands)
+            if commands := self._with_room(choice.commands):
+                self._run_rows(commands)
         else:
             self._sampling.step(self._describe, self._trace)
 
@@ -330,6 +357,28 @@ class TurnLoop:
         self._trace.mark("plan")
         return _Begun(op=op, commands={key: entry.command for key, entry in taken.entries.items()})
 
+    def _with_room(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """Without snapshots that there is no room for yet, and what comes after them in their models' queues."""
+        runs: list[Command] = []
+        blocked: set[str] = set()
+        for command in commands:
+            if command.model_id in blocked:
+                continue
+            key = command.model_id, command.seq_id
+            # One that has waited already runs: there is room, or an error for it.
+            if isinstance(command, Snapshot) and self._queues.entry(key).reading is None:
+                granted = self._snapshot_room.ask(command, self._seconds())
+                if granted is not None:
+                    blocked.add(command.model_id)
+                    self._queues.block(key, granted)
+                    continue
+            runs.append(command)
+        return runs
+
+    def _free_snapshot(self, key: RequestKey) -> None:
+        for model_id, _ in self._snapshot_room.free(key):
+            self._queues.read(model_id)
+
     def _run_rows(self, commands: Sequence[Command]) -> None:
         names = ", ".join(sorted({type(command).__name__ for command in commands}))
         self._describe(f"{len(commands)} row commands ({names})")
@@ -376,6 +425,8 @@ class TurnLoop:
         for outcome in outcomes:
             entry = self._queues.end(outcome.key)
             if isinstance(outcome.result, DescantError):
+                if isinstance(entry.command, Snapshot):  # it is not held
+                    self._free_snapshot(entry.key)
                 self._respond(RankResponse(id=entry.id, error=outcome.result))
             else:
                 result = outcome.result

@@ -28,7 +28,7 @@ from descant.types import Command, DeleteModel, ForwardBackward, Int32, input_le
 @dataclass(slots=True)
 class Entry:
     """A command in its model's queue since ``arrived_s``. ``waited_s``: until its first microbatch. ``reading``: its
-    checkpoint is on the way from disk."""
+    checkpoint is on the way from disk, or there is no room for its snapshot yet."""
 
     id: int
     command: Command
@@ -123,7 +123,8 @@ class Queues:
     ``end`` for each command that has its outcome, and ``ran``. One thread.
 
     A model waits in one of three places, by the head of its queue: for a training turn, with row commands that may run,
-    or for a checkpoint that is being read. No turn looks at more of them than it takes, but for ``prefetch_order``."""
+    or blocked: for a checkpoint that is being read, for room. No turn looks at more of them than it takes, but for
+    ``prefetch_order``."""
 
     def __init__(
         self,
@@ -183,8 +184,15 @@ class Queues:
         model.entries[entry.command.seq_id] = entry
         self._put(model)
 
+    def block(self, key: RequestKey, reading: Future[Any]) -> None:
+        """A row command that waits is not to run before ``reading`` is done, of which ``read`` tells."""
+        model = self._models[key[0]]
+        self._remove(model)
+        self.entry(key).reading = reading
+        self._put(model)
+
     def read(self, model_id: str) -> None:
-        """A checkpoint that a command of this model waited for has been read."""
+        """What a command of this model waited for is there: its checkpoint has been read, or the like."""
         if (model := self._models.get(model_id)) is not None and model.place is self._blocked:
             self._remove(model)
             self._put(model)

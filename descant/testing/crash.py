@@ -37,8 +37,7 @@ import psutil
 import tinker
 from tinker import types
 
-from descant.ckpt.manifest import read_manifest
-from descant.ckpt.store import DirCheckpointStore
+from descant.ckpt.store import CheckpointDirectory
 from descant.service.names import parse_path
 from descant.testing.tiny import VOCAB_SIZE, tiny_model
 
@@ -318,8 +317,8 @@ def _check(server: CrashingServer, model: str, diary: Diary, seed: int) -> int:
 
 def _files(server: CrashingServer, path: str) -> tuple[Any, ...]:
     """The step, and the contents of a checkpoint's files."""
-    place = DirCheckpointStore(server.data_dir / "checkpoints", beside=True)._place(parse_path(path))
-    manifest = read_manifest(place)
+    checkpoint = CheckpointDirectory(server.data_dir / "checkpoints", beside=True).open(parse_path(path))
+    manifest, place = checkpoint.manifest, Path(checkpoint.directory)
     return manifest.step, *((name, (place / name).read_bytes()) for name in sorted(manifest.files))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import queue
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-import descant.ckpt.files as files
 from descant.errors import DescantError, RankDied, ServerError, UserError
 from descant.ranks.channel import TurnStatus
 from descant.ranks.loop import QUIET_S, TurnLoop
@@ -491,29 +492,25 @@ async def test_a_step_that_breaks_fails_its_requests(rank: tuple[Replica, Seen])
     assert len((await sampled(replica, request())).tokens()) == 4
 
 
-async def test_training_goes_on_while_a_save_is_written(
-    rank: tuple[Replica, Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer is held; passes and steps run; the save then holds what was true at its place in the order."""
-    replica, _ = rank
-    held = threading.Event()
-    write = files.write_durable
-
-    def slowly(path: str | Path, body: bytes) -> Any:
-        assert held.wait(60)
-        assert threading.current_thread().name.startswith("descant-write")
-        return write(path, body)
-
-    monkeypatch.setattr(files, "write_durable", slowly)
+async def test_training_goes_on_while_a_save_is_written(rank: tuple[Replica, Seen], tmp_path: Path) -> None:
+    """The process that writes stands still; passes and steps run; the save then holds what was true at its place in the
+    order."""
+    replica, seen = rank
+    writer = cast(Worker, seen.inner).writer
+    writer.start()
+    assert writer.pid is not None
     model = Model(replica)
     await result(model.create())
     await model.train(2)
     at_snapshot = await model.loss()
     ref = cast(SnapshotRef, await result(model.snapshot()))
-    save = asyncio.ensure_future(saved(replica, ref, tmp_path / "a"))
-    await model.train(2)
-    assert not save.done()
-    held.set()
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        save = asyncio.ensure_future(saved(replica, ref, tmp_path / "a"))
+        await model.train(2)
+        assert not save.done()
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
     again = Model(replica, "again")
     await result(again.create(source=await save))
     assert await again.loss() == at_snapshot
