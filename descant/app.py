@@ -47,15 +47,36 @@ from descant.service.backends import Backend
 from descant.service.clock import SystemClock
 from descant.service.database import Database, check_database
 from descant.service.future_store import SqlFutureStore
+from descant.service.journal import Journal
 from descant.service.registry import Registry
 from descant.service.service import Service
 from descant.storage import PRIVATE, RESERVE, DataDirectory, private_directory
+from descant.types import ForwardBackward, RequestBody
+from descant.wire.decode import decode_forward_backward
 from descant.wire.encode import encode
 
 log = logging.getLogger(__name__)
 
-DATABASE, CHECKPOINTS, SPILL, LOCK = "descant.db", "checkpoints", "spill", "lock"
-OWN = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CHECKPOINTS, SPILL, LOCK, RESERVE, FAILURE_FILE)
+DATABASE, CHECKPOINTS, JOURNAL, SNAPSHOTS, SPILL, LOCK = (
+    "descant.db",
+    "checkpoints",
+    "journal",
+    "snapshots",
+    "spill",
+    "lock",
+)
+OWN = (
+    DATABASE,
+    f"{DATABASE}-wal",
+    f"{DATABASE}-shm",
+    CHECKPOINTS,
+    JOURNAL,
+    SNAPSHOTS,
+    SPILL,
+    LOCK,
+    RESERVE,
+    FAILURE_FILE,
+)
 """What lies in ``data_dir``."""
 
 T = TypeVar("T")
@@ -297,8 +318,11 @@ async def serving(
             futures=futures,
             checkpoints=await checkpoint_store(settings),
             registry=Registry(database),
+            journal=await Journal.open(database, settings.data_dir / JOURNAL),
+            snapshots=await asyncio.to_thread(DirCheckpointStore, settings.data_dir / SNAPSHOTS),
             clock=clock,
             encode=encode,
+            decode=_decode,
             settings=settings.service,
             quotas=settings.quota.of_disk(shutil.disk_usage(settings.data_dir).total),
             trouble=lambda: storage.trouble,
@@ -308,15 +332,16 @@ async def serving(
         watch = asyncio.create_task(_watch_storage(storage, database, futures, clock), name="watch of data_dir")
         stack.push_async_callback(_end, watch)
 
-        async def report_with_storage() -> Mapping[str, Any]:
-            return {**await report(), "storage": storage.trouble}
+        async def report_of_server() -> Mapping[str, Any]:
+            differ = service.recovery.num_differing
+            return {**await report(), "storage": storage.trouble, "replayed_losses_differ": differ}
 
         app = create_app(
             service,
             auth=Keys(settings.owners_by_key()),
             ready=lambda: ready() or storage.trouble,
             missing=missing,
-            report=report_with_storage,
+            report=report_of_server,
             settings=settings.http,
         )
         server = _Server(app, graceful_stop_s=settings.server.graceful_stop_s)
@@ -326,6 +351,14 @@ async def serving(
         if task.done():
             raise ServerError("the HTTP server ended before it answered")
         yield service
+
+
+def _decode(body: RequestBody) -> ForwardBackward:
+    """One that was decoded before; limits of that time may have been others."""
+    return decode_forward_backward(body.data, body.encoding, max_bytes=MAX_REPEATED_BYTES)
+
+
+MAX_REPEATED_BYTES = 1 << 31
 
 
 async def checkpoint_store(settings: Settings) -> CheckpointStore:
@@ -417,6 +450,8 @@ def only_server_of(data_dir: Path) -> Iterator[None]:
         left = list(data_dir.glob(f"{TRANSFER}*"))
         private_directory(data_dir, {*OWN, *(path.name for path in left)})
         private_directory(data_dir / CHECKPOINTS)
+        private_directory(data_dir / JOURNAL)
+        private_directory(data_dir / SNAPSHOTS)
         private_directory(data_dir / SPILL)
         for file in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", FAILURE_FILE):
             if (data_dir / file).exists():

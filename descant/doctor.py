@@ -89,16 +89,19 @@ class ReplicaReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerReport:
     """What a server says of its replicas. ``turn_timeout_s``: after that a turn is ended. ``storage``: why its data
-    directory takes nothing new, None where it does."""
+    directory takes nothing new, None where it does. ``replayed_losses_differ``: commands that came out otherwise when
+    they were repeated after a death, since the server started."""
 
     turn_timeout_s: float
     replicas: Sequence[ReplicaReport]
     storage: str | None = None
+    replayed_losses_differ: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "turn_timeout_s": self.turn_timeout_s,
             "storage": self.storage,
+            "replayed_losses_differ": self.replayed_losses_differ,
             "replicas": [
                 {
                     "name": replica.name,
@@ -123,11 +126,21 @@ class ServerReport:
             )
             for replica in value["replicas"]
         ]
-        return cls(turn_timeout_s=value["turn_timeout_s"], replicas=replicas, storage=value["storage"])
+        return cls(
+            turn_timeout_s=value["turn_timeout_s"],
+            replicas=replicas,
+            storage=value["storage"],
+            replayed_losses_differ=value["replayed_losses_differ"],
+        )
 
     def wrong(self) -> list[str]:
         """What the operator should look at, in sentences. A failure that is over is not wrong."""
         found = [] if self.storage is None else [self.storage]
+        if self.replayed_losses_differ:
+            found.append(
+                f"{self.replayed_losses_differ} commands came out otherwise when they were repeated after a death: "
+                "their models are not quite what clients were told (the log names the commands)"
+            )
         for replica in self.replicas:
             health = replica.health
             if health.state == "stopped":

@@ -15,6 +15,7 @@ from descant.types import (
     Checkpoint,
     CheckpointName,
     Command,
+    CommandRecord,
     Encoded,
     EngineCapabilities,
     FutureKey,
@@ -194,15 +195,19 @@ class CheckpointStore(Protocol):
 class FutureStore(Protocol):
     """Promises made to clients. What was put is there after a restart; a finished one stays finished."""
 
-    async def put(self, *, key: FutureKey, owner: str, base: str, operation: str) -> tuple[str, bool]:
+    async def put(
+        self, *, key: FutureKey, owner: str, base: str, operation: str, command: CommandRecord | None = None
+    ) -> tuple[str, bool]:
         """The request id for this key, and whether it is new. Idempotent on ``(key, owner)``: the same submission
         sent twice, also at the same time, gets one id, and for exactly one caller it is new. The id is
-        random. Durable on return. Another owner's key is another key."""
+        random. Durable on return, and with it ``command``, if it is new. Another owner's key is another key."""
         ...
 
-    async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
-        """Ends a future and wakes who waits. A second resolve is ignored (the first answer stands).
-        Raises ``NotFound`` for an id never put."""
+    async def resolve(
+        self, request_id: str, encoded: Encoded, *, failed: bool = False, loss: float | None = None
+    ) -> None:
+        """Ends a future and wakes who waits. A second resolve is ignored (the first answer stands). ``loss``: what a
+        backward gave, to be kept with its command. Raises ``NotFound`` for an id never put."""
         ...
 
     async def get(self, request_id: str, *, timeout_s: float = 0.0) -> FutureState:

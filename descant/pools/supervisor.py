@@ -8,7 +8,7 @@
     await supervisor.add(spec)
     await supervisor.close()
 
-After a death ``on_lost`` gets at once what went with it, so that requests for that fail at once; then the replica is
+After a death ``on_lost`` gets at once what went with it, to be made again, on another replica or on this one; which is
 started again, again and again until it serves. The others go on meanwhile.
 """
 
@@ -276,7 +276,7 @@ async def keep_alive(
     name: str,
     clock: Clock,
 ) -> None:
-    """For ever: after each death ``lose`` at once, so that calls on what was lost fail meanwhile, then
+    """For ever: after each death ``lose`` at once, so that what was lost is known to be, then
     ``restart`` until it succeeds. Pauses double from 1 s to a minute, from one failure to the next and from one death
     to the next of ranks that served no request; after one that ``has_served``, or lived longer than a minute, there is
     none."""

@@ -39,6 +39,10 @@ COUNTERS = frozenset(
         "offload_written_bytes",
         "offload_write_seconds",
         "offload_wait_seconds",
+        "models_recovered",
+        "commands_replayed",
+        "replayed_losses_differ",
+        "snapshots_taken",
     ]
 )
 """Numbers that only grow while their replicas live; a counter's name ends with ``_total``. All others are gauges."""

@@ -113,6 +113,11 @@ def test_what_is_wrong(health: Health, wrong: list[str]) -> None:
     assert replace(REPORT, replicas=[replace(REPORT.replicas[0], health=health)]).wrong() == wrong
 
 
+def test_a_replay_that_came_out_otherwise_is_wrong() -> None:
+    [sentence] = replace(REPORT, replayed_losses_differ=2).wrong()
+    assert sentence.startswith("2 commands came out otherwise when they were repeated after a death")
+
+
 def test_what_ranks_printed_stays_on_the_machine() -> None:
     [replica] = REPORT.replicas
     assert replica.without_last_lines().last_failure == replace(FAILURE, death=replace(FAILURE.death, last_lines=""))

@@ -33,6 +33,7 @@ from descant.types import (
     OptimStep,
     OptimStepOutput,
     PromptScores,
+    RequestBody,
     SampledSequence,
     SampleOutput,
     SamplerWeightsSaved,
@@ -148,7 +149,7 @@ class StubService:
         _, trainable, metadata = self._model(principal, model_id)
         return ModelInfo(model_id=model_id, facts=FACTS, trainable=trainable, user_metadata=metadata)
 
-    async def forward_backward(self, principal: str, command: ForwardBackward) -> Submitted:
+    async def forward_backward(self, principal: str, command: ForwardBackward, body: RequestBody) -> Submitted:
         self._model(principal, command.model_id)
         self.commands.append(command)
         outputs = tuple(
