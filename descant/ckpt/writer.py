@@ -111,10 +111,15 @@ class WriterProcess:
         assert self._process is not None
         return self._process.pid
 
-    @property
-    def error(self) -> ServerError | None:
-        """Why it is of no use any more."""
-        return self._error
+    def is_there(self) -> bool:
+        """Whether it is of use. One that has ended is not, also where its thread has not heard of it yet."""
+        if self._error is not None:
+            return False
+        try:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # its thread is about to say so
+            return False
+        return ended is None
 
     def ask(self, what: str, num_bytes: int, kind: str, *args: Any) -> Future[list[Any]]:
         """What it answers, or the ``DescantError`` it answers with, or how it came to its end. ``what``: in words;
@@ -285,7 +290,7 @@ class CheckpointWriter:
     def pid(self) -> int | None:
         """Of the process, if there is one."""
         process = self._process
-        return None if process is None or process.error is not None else process.pid
+        return process.pid if process is not None and process.is_there() else None
 
     def start(self, probe: Path | None = None) -> None:
         """Starts the process, and has it write, fsync and remove a small file in ``probe``, a directory on the disk
@@ -373,7 +378,7 @@ class CheckpointWriter:
     def _started(self) -> tuple[WriterProcess, Staging]:
         if self._staging is None:
             self._staging = Staging(Arena(self._device), self._device)
-        if self._process is None or self._process.error is not None:
+        if self._process is None or not self._process.is_there():
             self._num_started += 1
             self._process = WriterProcess(self._staging.arena, self._limits, self._program)
         return self._process, self._staging
