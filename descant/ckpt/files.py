@@ -13,7 +13,7 @@ import torch
 
 from descant.adapters.offload import CopyEvent
 from descant.ckpt.disk import REAL
-from descant.ckpt.manifest import check_size, damaged, read_manifest
+from descant.ckpt.manifest import check_size, damaged, read_manifest, reading
 from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, ExportBase, adapter_config, modules_of
 from descant.ckpt.staging import Content, num_bytes_of
 from descant.ckpt.tensor_file import contents_of, read_tensors
@@ -143,10 +143,11 @@ def _read(source: CheckpointSource) -> CheckpointTensors:
         raise UserError(f"{source.uri} is of kind {manifest.trainable.kind!r}, expected {Lora.kind!r}")
     if source.optimizer and not manifest.has_optimizer:
         raise UserError(f"{source.uri} holds no optimizer state (it was saved for sampling); load it without optimizer")
-    weights = _tensors(directory, ADAPTER, manifest)
-    if not source.optimizer:
+    with reading(directory, manifest):
+        weights = _tensors(directory, ADAPTER, manifest)
+        state = _tensors(directory, OPTIMIZER, manifest) if source.optimizer else None
+    if state is None:
         return CheckpointTensors(manifest=manifest, lora=manifest.trainable, weights=weights, moments=None)
-    state = _tensors(directory, OPTIMIZER, manifest)
     first, second = (
         {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         for prefix in MOMENTS

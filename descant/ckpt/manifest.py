@@ -9,7 +9,8 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,18 @@ def read_manifest(directory: str | Path, *, disk: Disk = REAL) -> Manifest:
 
 
 def read_verified(directory: str | Path, name: str, manifest: Manifest) -> bytes:
-    """The bytes of one of the manifest's files. Raises ``Damaged`` when they are not what was written, ``NotFound`` and
-    ``UserError`` when the checkpoint was deleted or replaced since its manifest was read."""
-    try:
+    """The bytes of one of the manifest's files. Raises ``Damaged`` when they are not what was written, and what
+    ``reading`` does."""
+    with reading(directory, manifest):
         return _read_verified(directory, name, manifest)
+
+
+@contextmanager
+def reading(directory: str | Path, manifest: Manifest) -> Iterator[None]:
+    """What is ``Damaged`` in here may be another checkpoint's. Raises ``NotFound`` and ``UserError`` when this one was
+    deleted or replaced since its manifest was read."""
+    try:
+        yield
     except Damaged as error:
         try:
             now = read_manifest(directory)

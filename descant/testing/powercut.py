@@ -174,7 +174,7 @@ class Writer(Protocol):
 
 
 @dataclass
-class CheckpointWriter:
+class SavingWriter:
     """Saves, replaces and deletes. ``there``: the step of each checkpoint, None where there is none."""
 
     root: Path
@@ -374,7 +374,7 @@ def run(cuts: int, *, protocol: str = "full", seed: int = 0) -> Findings:
     rng, findings = random.Random(seed), Findings()
     with volume() as mounted:
         writers: list[Writer] = [
-            CheckpointWriter(mounted.path / "data" / "checkpoints", PROTOCOLS[protocol]()),
+            SavingWriter(mounted.path / "data" / "checkpoints", PROTOCOLS[protocol]()),
             RowWriter(mounted.path / "descant.db"),
         ]
         for number in range(cuts):

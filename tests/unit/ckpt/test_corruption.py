@@ -11,11 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from descant.ckpt import files
 from descant.ckpt.files import read_checkpoint, write_tensors
 from descant.ckpt.manifest import MANIFEST, verify, write_durable
 from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, ExportBase
 from descant.ckpt.store import CheckpointDirectory
-from descant.errors import Damaged, NotFound
+from descant.errors import Damaged, NotFound, UserError
 from descant.types import Checkpoint, CheckpointName, CheckpointSource, Lora
 
 NAME = CheckpointName(model_id="s:train:0", type="weights", name="a")
@@ -122,3 +123,19 @@ def _names(error: Damaged | NotFound, changed: tuple[str, ...]) -> bool:
     if isinstance(error, NotFound):
         return MANIFEST in changed
     return any(name in str(error) for name in changed)
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_what_is_replaced_while_it_is_loaded_is_not_damaged(
+    tmp_path: Path, optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read between the old manifest and the new files."""
+    before, now = saved(tmp_path, 1), saved(tmp_path, 2)
+    assert before.directory == now.directory
+    source = CheckpointSource(uri=NAME.uri, directory=now.directory, optimizer=optimizer)
+    monkeypatch.setattr(files, "read_manifest", lambda directory: before.manifest)
+    with pytest.raises(UserError, match="was replaced while it was read; load it again"):
+        read_checkpoint(source)
+    CheckpointDirectory(tmp_path).delete(NAME)
+    with pytest.raises(NotFound, match=f"there is no checkpoint {NAME.uri}"):
+        read_checkpoint(source)
