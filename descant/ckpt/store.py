@@ -94,7 +94,7 @@ class CheckpointDirectory:
             self._clean()
 
     def attempt(self, name: CheckpointName) -> str:
-        self._place(name)
+        self.place(name)
         path = self._fresh()
         try:
             self._disk.mkdir(path)
@@ -103,7 +103,7 @@ class CheckpointDirectory:
         return str(path)
 
     def commit(self, name: CheckpointName, attempt: str | Path, manifest: Manifest) -> Checkpoint:
-        attempt, final = Path(attempt), self._place(name)
+        attempt, final = Path(attempt), self.place(name)
         try:
             self._check_epoch(name, attempt)
             for path, entry in manifest.files.items():
@@ -130,7 +130,7 @@ class CheckpointDirectory:
             remove_tree(self._disk, path)
 
     def open(self, name: CheckpointName) -> Checkpoint:
-        directory = self._place(name)
+        directory = self.place(name)
         try:
             with self._lock:  # of one checkpoint, and not of it and the one that replaces it
                 manifest = read_manifest(directory, disk=self._disk)
@@ -152,14 +152,18 @@ class CheckpointDirectory:
                 manifest = read_manifest(path, disk=self._disk)
             except (OSError, NotFound, Damaged):
                 continue  # deleted meanwhile, or damaged: ``open`` says so when it is asked for
-            model, kind, own = path.relative_to(self.root / MODELS).parts
-            name = CheckpointName(model_id=unsegment(model), type=cast(CheckpointType, kind), name=unsegment(own))
-            found.append((changed, Checkpoint(name=name, directory=str(path), manifest=manifest)))
+            found.append((changed, Checkpoint(name=self._name(path), directory=str(path), manifest=manifest)))
         found.sort(key=lambda item: item[0], reverse=True)
         return [checkpoint for _, checkpoint in found]
 
+    def names(self) -> Iterator[CheckpointName]:
+        """Of all that is there, damaged ones too."""
+        for path in self._committed():
+            if not path.name.startswith("."):
+                yield self._name(path)
+
     def delete(self, name: CheckpointName) -> None:
-        directory, gone = self._place(name), self._fresh()
+        directory, gone = self.place(name), self._fresh()
         try:
             with self._lock:
                 self._disk.rename(directory, gone)
@@ -220,9 +224,13 @@ class CheckpointDirectory:
     def _fresh(self) -> Path:
         return self.root / ATTEMPTS / f"{BESIDE if self.epoch is None else self.epoch}-{secrets.token_hex(8)}"
 
-    def _place(self, name: CheckpointName) -> Path:
-        """Raises ``UserError`` for a name that cannot be a path segment."""
+    def place(self, name: CheckpointName) -> Path:
+        """Where it lies, if there is one. Raises ``UserError`` for a name that cannot be a path segment."""
         return self.root / MODELS / Path(*segments(name))
+
+    def _name(self, place: Path) -> CheckpointName:
+        model, kind, own = place.relative_to(self.root / MODELS).parts
+        return CheckpointName(model_id=unsegment(model), type=cast(CheckpointType, kind), name=unsegment(own))
 
     def _check_epoch(self, name: CheckpointName, attempt: Path) -> None:
         """Raises ``ServerError`` for an attempt that is not this server's, and where this is the server no more."""
