@@ -1,7 +1,7 @@
 """Eight clients' RL loop through ``descant serve``, against eight adapters in turn with transformers + peft.
 
-    python bench/rl_loop.py [--clients 8] [--samples 4] [--tokens 16] [--steps 2] [--rounds 3] [--dtype bfloat16]
-                            [--shape smollm2 | DIRECTORY] [--set KEY=VALUE] [--json FILE] [NAME ...]
+    python bench/rl_loop.py [--clients 8] [--peft-clients 2] [--samples 4] [--tokens 16] [--steps 2] [--rounds 3]
+                            [--dtype bfloat16] [--shape smollm2 | DIRECTORY] [--set KEY=VALUE] [--json FILE] [NAME ...]
 
     rl      each client samples, trains on it (``importance_sampling``, rank 16) and publishes, ``--steps`` times, out
             of step with the others; peft does the same steps, one adapter after the other: ``set_adapter``,
@@ -11,9 +11,10 @@
 Real weights, and all through the public SDK. Both sides have the machine to themselves in turn: peft, server, peft, and
 so on; a ratio is peft's seconds (the mean of before and after) by the server's, and a row has the median of the rounds.
 ``cpu_ratio`` is that of processor seconds, all of the server's, its ranks' and the clients' against peft's: on a
-machine that others use too it says more.
-peft keeps its adapters in float32, samples exactly ``--tokens`` too, and takes its log-probabilities of now for those
-of then, which saves it a pass. Adapters leave the unembedding alone, as peft's do.
+machine that others use too it says more. As peft goes from adapter to adapter, it makes the steps of ``--peft-clients``
+of them only, and its seconds count for all. It keeps its adapters in float32, samples exactly ``--tokens`` too, and
+takes its log-probabilities of now for those of then, which saves it a pass. Adapters leave the unembedding alone, as
+peft's do.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Peft:
         self.options, self.torch = options, torch
         self.model: Any = None
         self.optimizers: dict[str, Any] = {}
-        for name, rank in [("alone", TRAIN_RANK), *((f"a{n}", RL_RANK) for n in range(options.clients))]:
+        for name, rank in [("alone", TRAIN_RANK), *((f"a{n}", RL_RANK) for n in range(options.peft_clients))]:
             config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
             if self.model is None:
                 self.model = peft.get_peft_model(plain.eval(), config, adapter_name=name)
@@ -237,8 +238,11 @@ class Bench:
 
     def _theirs(self, name: str, work: Any) -> np.ndarray:
         """Seconds, and processor seconds."""
-        self._peft.send((name, work))
-        return np.array(self._answer())
+        if name == "train":
+            self._peft.send((name, work))
+            return np.array(self._answer())
+        self._peft.send((name, [prompts[: self.options.peft_clients] for prompts in work]))
+        return np.array(self._answer()) * self.options.clients / self.options.peft_clients
 
     def _ours(self, run: Callable[[Any], object], work: Any) -> np.ndarray:
         began, used = time.perf_counter(), cpu_seconds(self._processes)
@@ -285,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="rl, train; both if none is named")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--peft-clients", type=int, default=2, help="whose steps peft makes, for those of all")
     parser.add_argument("--samples", type=int, default=4, help="of each step")
     parser.add_argument("--tokens", type=int, default=16, help="of each sample")
     parser.add_argument("--steps", type=int, default=2, help="of each client in a round")

@@ -164,9 +164,10 @@ class Sampler:
         packable; decoding sequences apart where there is a faster way for them), computes wanted logits only, samples,
         and returns in the plan's order. Draft tokens are computed as if they had been sampled. Of a sequence that comes
         several times, with chunk after chunk of its prompt, each finds the keys of those before it."""
-        for sequence in plan.sequences:
-            if sequence.copied is not None:
-                self._copy(sequence.copied)
+        if self.copies_pages:
+            for sequence in plan.sequences:
+                if sequence.copied is not None:
+                    self._copy(sequence.copied)
         if self._graphs is not None:
             outputs = self._run_graphs(self._graphs, plan.sequences)
         elif self._cpu_decoder is not None:

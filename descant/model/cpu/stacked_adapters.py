@@ -351,9 +351,9 @@ class StackedAdapters:
             self._copy(row, self._stacks[-1], slice(0, width))
 
     def _chosen_width(self, widths: Sequence[int], wanted: int) -> int | None:
-        """The least of them that is no less than ``wanted``, or the last, of those that can be had."""
-        widths = [w for w in widths if w >= wanted] or widths[-1:]
-        return next((w for w in widths if self._is_usable(w) and self._has_room(self._num_bytes(w))), None)
+        """Of those that can be had the least that is no less than ``wanted``, else the largest."""
+        ordered = [w for w in widths if w >= wanted] + [w for w in reversed(widths) if w < wanted]
+        return next((w for w in ordered if self._is_usable(w) and self._has_room(self._num_bytes(w))), None)
 
     def _copy(self, row: RowRef, stack: _Stack, columns: slice) -> None:
         for other, own in list(stack.columns.items()):
