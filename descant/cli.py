@@ -153,11 +153,23 @@ def checkpoints() -> None:
 
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-VERIFY = click.option(
-    "--verify", is_flag=True, help="Load what was written, and compare its log-probabilities with ours."
-)
-TOLERANCE = click.option("--tolerance", type=float, help="In nats.  [default: 0.001; merged into half precision 0.25]")
-BASE = click.option("--base", metavar="MODEL", help="Where the base model is, if not where the checkpoint says.")
+
+
+def out_of_the_store(command: Callable[..., None]) -> Callable[..., None]:
+    """The arguments and options of what writes a checkpoint elsewhere."""
+    options = (
+        click.argument("checkpoint", metavar="CHECKPOINT"),
+        click.argument("dest", metavar="DEST", type=click.Path(path_type=Path)),
+        click.option("--verify", is_flag=True, help="Load it, and compare its log-probabilities with ours."),
+        click.option("--tolerance", type=float, help="In nats.  [default: 0.001; merged into half precision 0.25]"),
+        click.option("--base", metavar="MODEL", help="Where the base model is, if not where the checkpoint says."),
+        AS_JSON,
+        DATA_DIR,
+        one_sentence,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @checkpoints.command("ls")
@@ -233,28 +245,14 @@ def collect_garbage(as_json: bool, data_dir: Path | None) -> None:
 
 
 @checkpoints.command("export")
-@click.argument("checkpoint", metavar="CHECKPOINT")
-@click.argument("dest", metavar="DEST", type=click.Path(path_type=Path))
-@VERIFY
-@TOLERANCE
-@BASE
-@AS_JSON
-@DATA_DIR
-@one_sentence
+@out_of_the_store
 def export_checkpoint(**options: Any) -> None:
     """Write CHECKPOINT (a tinker:// path, or its directory) to DEST, as PEFT and others read it."""
     _export(merge=False, **options)
 
 
 @checkpoints.command("merge")
-@click.argument("checkpoint", metavar="CHECKPOINT")
-@click.argument("dest", metavar="DEST", type=click.Path(path_type=Path))
-@VERIFY
-@TOLERANCE
-@BASE
-@AS_JSON
-@DATA_DIR
-@one_sentence
+@out_of_the_store
 def merge_checkpoint(**options: Any) -> None:
     """Write the base of CHECKPOINT (a tinker:// path, or its directory) with the adapter in its weights to DEST."""
     _export(merge=True, **options)
