@@ -138,6 +138,9 @@ class Peft:
 
 def run_peft(connection: Connection, options: argparse.Namespace) -> None:
     """Sends the directory and the text's tokens; then the seconds of whatever it is sent."""
+    from descant.ranks.rank_main import rank_environment
+
+    os.environ.update(rank_environment({}))  # before torch is there: its threads wait as a rank's do
     import transformers
     from workload import TEXT
 
