@@ -26,34 +26,57 @@ from typing import Any, Protocol, TypeVar
 import uvloop
 from starlette.applications import Starlette
 
+from descant.ckpt.object_store import ObjectCheckpointStore
+from descant.ckpt.remote import Remote
 from descant.ckpt.store import DirCheckpointStore
 from descant.config import Settings
 from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, ServerReport
 from descant.errors import ServerError, UserError
 from descant.pools.supervisor import ReplicaSpec, Supervisor
 from descant.pools.transfer import TRANSFER
-from descant.ports import Clock
-from descant.ranks.health import Death, Health
+from descant.ports import CheckpointStore, Clock
+from descant.ranks.health import Death, Health, TurnReport
 from descant.ranks.launch import Launcher, Link, Receive, start_processes
 from descant.ranks.placement import rank_specs, share_gpus
 from descant.ranks.ray_cluster import RayCluster
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
-from descant.server.app import HttpServer, bind, create_app
+from descant.server.app import HttpServer, Report, bind, create_app, nothing_to_report
 from descant.server.auth import Keys
 from descant.service.backends import Backend
 from descant.service.clock import SystemClock
 from descant.service.database import Database, check_database
 from descant.service.future_store import SqlFutureStore
+from descant.service.journal import Journal
 from descant.service.registry import Registry
 from descant.service.service import Service
 from descant.storage import PRIVATE, RESERVE, DataDirectory, private_directory
+from descant.types import ForwardBackward, RequestBody
+from descant.wire.decode import decode_forward_backward
 from descant.wire.encode import encode
 
 log = logging.getLogger(__name__)
 
-DATABASE, CHECKPOINTS, SPILL, LOCK = "descant.db", "checkpoints", "spill", "lock"
-OWN = (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", CHECKPOINTS, SPILL, LOCK, RESERVE, FAILURE_FILE)
+DATABASE, CHECKPOINTS, JOURNAL, SNAPSHOTS, SPILL, LOCK = (
+    "descant.db",
+    "checkpoints",
+    "journal",
+    "snapshots",
+    "spill",
+    "lock",
+)
+OWN = (
+    DATABASE,
+    f"{DATABASE}-wal",
+    f"{DATABASE}-shm",
+    CHECKPOINTS,
+    JOURNAL,
+    SNAPSHOTS,
+    SPILL,
+    LOCK,
+    RESERVE,
+    FAILURE_FILE,
+)
 """What lies in ``data_dir``."""
 
 T = TypeVar("T")
@@ -205,10 +228,11 @@ class Failures:
         except OSError as error:
             log.warning("the last failure could not be written to %s: %s", self._file, error)
 
-    def report(self, name: str, health: Health) -> ReplicaReport:
+    def report(self, name: str, health: Health, turns: TurnReport | None) -> ReplicaReport:
         """Any key may read it, so what ranks have printed is not in it: that may be about any owner's
         requests."""
-        return ReplicaReport(name=name, health=health, last_failure=self._last.get(name)).without_last_lines()
+        last_failure = self._last.get(name)
+        return ReplicaReport(name=name, health=health, turns=turns, last_failure=last_failure).without_last_lines()
 
 
 def num_cores() -> int:
@@ -244,9 +268,10 @@ def _missing(supervisors: Sequence[Supervisor]) -> str | None:
     return "; ".join(supervisor.missing for supervisor in supervisors if supervisor.missing is not None) or None
 
 
-def _report(supervisors: Sequence[Supervisor], failures: Failures, settings: Settings) -> Mapping[str, Any]:
+async def _report(supervisors: Sequence[Supervisor], failures: Failures, settings: Settings) -> Mapping[str, Any]:
     """What ``descant doctor`` reads."""
-    replicas = [failures.report(*replica) for supervisor in supervisors for replica in supervisor.health()]
+    of_bases = await asyncio.gather(*(supervisor.health() for supervisor in supervisors))
+    replicas = [failures.report(*replica) for of_base in of_bases for replica in of_base]
     return ServerReport(turn_timeout_s=settings.rank.turn_timeout_s, replicas=replicas).to_json()
 
 
@@ -275,7 +300,7 @@ async def serving(
     *,
     ready: Callable[[], str | None] = lambda: None,
     missing: Callable[[], str | None] = lambda: None,
-    report: Callable[[], Mapping[str, Any]] = dict,
+    report: Report = nothing_to_report,
 ) -> AsyncIterator[Service]:
     """Answers on ``listener`` inside the block. At its end open long polls are answered, requests that work have
     ``server.graceful_stop_s``, and the stores are closed. ``ready``: what is awaited, or None; ``missing``: what is
@@ -291,10 +316,13 @@ async def serving(
         service = Service(
             backends=backends,
             futures=futures,
-            checkpoints=DirCheckpointStore(settings.data_dir / CHECKPOINTS),
+            checkpoints=await checkpoint_store(settings),
             registry=Registry(database),
+            journal=await Journal.open(database, settings.data_dir / JOURNAL),
+            snapshots=await asyncio.to_thread(DirCheckpointStore, settings.data_dir / SNAPSHOTS),
             clock=clock,
             encode=encode,
+            decode=_decode,
             settings=settings.service,
             quotas=settings.quota.of_disk(shutil.disk_usage(settings.data_dir).total),
             trouble=lambda: storage.trouble,
@@ -303,12 +331,17 @@ async def serving(
         stack.push_async_callback(service.close)
         watch = asyncio.create_task(_watch_storage(storage, database, futures, clock), name="watch of data_dir")
         stack.push_async_callback(_end, watch)
+
+        async def report_of_server() -> Mapping[str, Any]:
+            differ = service.recovery.num_differing
+            return {**await report(), "storage": storage.trouble, "replayed_losses_differ": differ}
+
         app = create_app(
             service,
             auth=Keys(settings.owners_by_key()),
             ready=lambda: ready() or storage.trouble,
             missing=missing,
-            report=lambda: {**report(), "storage": storage.trouble},
+            report=report_of_server,
             settings=settings.http,
         )
         server = _Server(app, graceful_stop_s=settings.server.graceful_stop_s)
@@ -320,6 +353,28 @@ async def serving(
         yield service
 
 
+def _decode(body: RequestBody) -> ForwardBackward:
+    """One that was decoded before; limits of that time may have been others."""
+    return decode_forward_backward(body.data, body.encoding, max_bytes=MAX_REPEATED_BYTES)
+
+
+MAX_REPEATED_BYTES = 1 << 31
+
+
+async def checkpoint_store(settings: Settings) -> CheckpointStore:
+    """Where ``checkpoints.url`` says. Raises ``UserError``, and ``ServerError`` for a store that cannot be used."""
+    directory = settings.data_dir / CHECKPOINTS
+    if settings.checkpoints.url is None:
+        return await asyncio.to_thread(DirCheckpointStore, directory)
+    copies = shutil.disk_usage(settings.data_dir).total // LOCAL_COPIES_SHARE
+    store = ObjectCheckpointStore(Remote(settings.checkpoints.url), directory / OBJECT_STORE, max_local_bytes=copies)
+    await store.start()
+    return store
+
+
+LOCAL_COPIES_SHARE = 4
+"""Local copies of checkpoints in an object store take one part in so many of the disk."""
+OBJECT_STORE = "object-store"
 LOOK_INTERVAL_S = 1.0
 
 
@@ -395,6 +450,8 @@ def only_server_of(data_dir: Path) -> Iterator[None]:
         left = list(data_dir.glob(f"{TRANSFER}*"))
         private_directory(data_dir, {*OWN, *(path.name for path in left)})
         private_directory(data_dir / CHECKPOINTS)
+        private_directory(data_dir / JOURNAL)
+        private_directory(data_dir / SNAPSHOTS)
         private_directory(data_dir / SPILL)
         for file in (DATABASE, f"{DATABASE}-wal", f"{DATABASE}-shm", FAILURE_FILE):
             if (data_dir / file).exists():

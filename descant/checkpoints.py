@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +35,7 @@ from transformers.pytorch_utils import Conv1D
 
 from descant.adapters.layout import LoraSite
 from descant.ckpt.files import CheckpointTensors, read_checkpoint, write_tensors
+from descant.ckpt.manifest import verify as verify_files
 from descant.ckpt.peft import (
     A_SUFFIX,
     ADAPTER,
@@ -45,8 +46,8 @@ from descant.ckpt.peft import (
     adapter_config,
     modules_of,
 )
-from descant.ckpt.store import DirCheckpointStore
-from descant.errors import NotFound, UserError
+from descant.ckpt.store import ATTEMPTS, CheckpointDirectory, DirCheckpointStore
+from descant.errors import DescantError, NotFound, UserError
 from descant.model.forward_batch import ForwardBatch, Segment
 from descant.model.load import ModelSource, load_model, outline, resolve_model
 from descant.service.names import check_checkpoint_name, parse_path
@@ -407,3 +408,55 @@ def _some(names: Sequence[str]) -> str:
 def checkpoints(data_dir: Path) -> Sequence[Checkpoint]:
     """The newest first."""
     return asyncio.run(_store(data_dir).list())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Of a checkpoint of which all was read. ``error``: what is wrong with it; None: it is as it was written."""
+
+    what: str
+    error: str | None
+
+
+def verify(what: Sequence[str], *, data_dir: Path) -> Iterator[Verdict]:
+    """Reads all of each, one after the other: ``tinker://`` paths of ``data_dir``, or directories; none: all that
+    ``data_dir`` holds, damaged ones too."""
+    for one in what or [name.uri for name in _store(data_dir).directory.names()]:
+        try:
+            directory = _store(data_dir).directory.place(parse_path(one)) if one.startswith("tinker://") else one
+            verify_files(directory)
+        except DescantError as error:
+            yield Verdict(what=one, error=error.message)
+        else:
+            yield Verdict(what=one, error=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed:
+    """What writers have left that did not come to their end."""
+
+    count: int
+    num_bytes: int
+
+
+def remove_leftovers(roots: Sequence[Path]) -> Removed:
+    """As a server does when it starts. ``roots``: of stores that nobody else uses meanwhile; those that are not there
+    hold nothing."""
+    count = num_bytes = 0
+    for root in roots:
+        if not root.is_dir():
+            continue
+        before = _sizes(root / ATTEMPTS)
+        CheckpointDirectory(root)
+        gone = before.keys() - _sizes(root / ATTEMPTS).keys()
+        count += len(gone)
+        num_bytes += sum(before[path] for path in gone)
+    return Removed(count=count, num_bytes=num_bytes)
+
+
+def _sizes(directory: Path) -> dict[Path, int]:
+    """Bytes of each entry, with all that is in it."""
+    return {
+        entry: sum(path.stat().st_size for path in (entry, *entry.rglob("*")) if path.is_file())
+        for entry in (directory.iterdir() if directory.is_dir() else ())
+    }

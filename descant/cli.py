@@ -7,12 +7,13 @@ server within ``server.graceful_stop_s``.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from descant import __version__
 from descant.config import Settings, check, load_settings
-from descant.errors import DescantError
+from descant.errors import DescantError, UserError
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -151,39 +152,123 @@ def checkpoints() -> None:
     """Adapters that leave and come, with or without a server that runs."""
 
 
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def out_of_the_store(command: Callable[..., None]) -> Callable[..., None]:
+    """The arguments and options of what writes a checkpoint elsewhere."""
+    options = (
+        click.argument("checkpoint", metavar="CHECKPOINT"),
+        click.argument("dest", metavar="DEST", type=click.Path(path_type=Path)),
+        click.option("--verify", is_flag=True, help="Load it, and compare its log-probabilities with ours."),
+        click.option("--tolerance", type=float, help="In nats.  [default: 0.001; merged into half precision 0.25]"),
+        click.option("--base", metavar="MODEL", help="Where the base model is, if not where the checkpoint says."),
+        AS_JSON,
+        DATA_DIR,
+        one_sentence,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @checkpoints.command("ls")
+@AS_JSON
 @DATA_DIR
 @one_sentence
-def list_checkpoints(data_dir: Path | None) -> None:
+def list_checkpoints(as_json: bool, data_dir: Path | None) -> None:
     """The checkpoints of a server, the newest first."""
     from descant import checkpoints as module
-    from descant.types import Lora
+    from descant.types import Lora, trainable_to_json
 
-    for checkpoint in module.checkpoints(data_dir or Settings().data_dir):
+    found = module.checkpoints(data_dir or Settings().data_dir)
+    if as_json:
+        print_json(
+            [
+                {
+                    "path": checkpoint.name.uri,
+                    "owner": checkpoint.manifest.owner,
+                    "base": checkpoint.manifest.base,
+                    "trainable": trainable_to_json(checkpoint.manifest.trainable),
+                    "step": checkpoint.manifest.step,
+                    "has_optimizer": checkpoint.manifest.has_optimizer,
+                    "size_bytes": checkpoint.manifest.size_bytes,
+                }
+                for checkpoint in found
+            ]
+        )
+        return
+    for checkpoint in found:
         manifest = checkpoint.manifest
         trained = f"rank {manifest.trainable.rank}" if isinstance(manifest.trainable, Lora) else manifest.trainable.kind
         print(f"{checkpoint.name.uri}\t{manifest.owner}\t{manifest.base}\t{trained}")
 
 
-@checkpoints.command("export")
-@click.argument("checkpoint", metavar="CHECKPOINT")
-@click.argument("dest", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--merge", is_flag=True, help="Write the base with the adapter in its weights, instead of an adapter.")
-@click.option("--verify", is_flag=True, help="Load what was written, and compare its log-probabilities with ours.")
-@click.option("--tolerance", type=float, help="In nats.  [default: 0.001; merged into half precision 0.25]")
-@click.option("--base", metavar="MODEL", help="Where the base model is, if not where the checkpoint says.")
+@checkpoints.command("verify")
+@click.argument("wanted", metavar="[CHECKPOINT]...", nargs=-1)
+@AS_JSON
 @DATA_DIR
 @one_sentence
-def export_checkpoint(
+def verify_checkpoints(wanted: tuple[str, ...], as_json: bool, data_dir: Path | None) -> None:
+    """Read all of each CHECKPOINT (a tinker:// path, or its directory), or of all, and say which are damaged."""
+    from descant import checkpoints as module
+
+    verdicts = []
+    for verdict in module.verify(wanted, data_dir=data_dir or Settings().data_dir):
+        verdicts.append(verdict)
+        if not as_json:
+            print(f"{verdict.what}\t{verdict.error or 'whole'}")
+    if as_json:
+        print_json([asdict(verdict) for verdict in verdicts])
+    if any(verdict.error is not None for verdict in verdicts):
+        sys.exit(1)
+
+
+@checkpoints.command("gc")
+@AS_JSON
+@DATA_DIR
+@one_sentence
+def collect_garbage(as_json: bool, data_dir: Path | None) -> None:
+    """Remove what saves have left that did not come to their end. No server may run: one does it when it starts."""
+    from descant import checkpoints as module
+    from descant.app import CHECKPOINTS, SNAPSHOTS, only_server_of
+
+    directory = data_dir or Settings().data_dir
+    if not directory.is_dir():
+        raise UserError(f"there is no directory {directory}; name a server's data_dir with --data-dir")
+    with only_server_of(directory):
+        removed = module.remove_leftovers([directory / CHECKPOINTS, directory / SNAPSHOTS])
+    if as_json:
+        print_json(asdict(removed))
+    else:
+        print(f"removed {removed.count} attempts, {removed.num_bytes} bytes")
+
+
+@checkpoints.command("export")
+@out_of_the_store
+def export_checkpoint(**options: Any) -> None:
+    """Write CHECKPOINT (a tinker:// path, or its directory) to DEST, as PEFT and others read it."""
+    _export(merge=False, **options)
+
+
+@checkpoints.command("merge")
+@out_of_the_store
+def merge_checkpoint(**options: Any) -> None:
+    """Write the base of CHECKPOINT (a tinker:// path, or its directory) with the adapter in its weights to DEST."""
+    _export(merge=True, **options)
+
+
+def _export(
+    *,
     checkpoint: str,
     dest: Path,
     merge: bool,
     verify: bool,
     tolerance: float | None,
     base: str | None,
+    as_json: bool,
     data_dir: Path | None,
 ) -> None:
-    """Write CHECKPOINT (a tinker:// path, or its directory) to DEST, as PEFT and others read it."""
     from descant import checkpoints as module
 
     verdict = module.export(
@@ -195,14 +280,20 @@ def export_checkpoint(
         verify=verify,
         tolerance=tolerance,
     )
-    if verdict is not None:
+    if as_json:
+        print_json({"dest": str(dest), "verified": None if verdict is None else asdict(verdict)})
+    elif verdict is not None:
         print(
             f"log-probabilities of {verdict.num_tokens} tokens differ by at most {verdict.difference:.2g} nats "
             f"(allowed {verdict.tolerance:.2g}; the base alone {verdict.without:.2g})"
         )
-        if not verdict.holds:
-            errors.print(f"descant: {dest} does not compute what was served", style="red", markup=False)
-            sys.exit(1)
+    if verdict is not None and not verdict.holds:
+        errors.print(f"descant: {dest} does not compute what was served", style="red", markup=False)
+        sys.exit(1)
+
+
+def print_json(found: object) -> None:
+    print(json.dumps(found, indent=2))
 
 
 @checkpoints.command("import")
@@ -210,9 +301,12 @@ def export_checkpoint(
 @click.option("--base", metavar="MODEL", required=True, help="The base model, as serve is told it.")
 @click.option("--owner", metavar="NAME", help="Whose it will be, as in auth.keys.  [default: $TINKER_API_KEY's]")
 @click.option("--name", default="imported", show_default=True, help="The checkpoint's name.")
+@AS_JSON
 @DATA_DIR
 @one_sentence
-def import_checkpoint(directory: Path, base: str, owner: str | None, name: str, data_dir: Path | None) -> None:
+def import_checkpoint(
+    directory: Path, base: str, owner: str | None, name: str, as_json: bool, data_dir: Path | None
+) -> None:
     """Make a checkpoint of an adapter that PEFT has written. Prints its tinker:// path."""
     from descant import checkpoints as module
     from descant.server.auth import API_KEY_HEADER, Keys
@@ -225,6 +319,9 @@ def import_checkpoint(directory: Path, base: str, owner: str | None, name: str, 
     imported = module.import_peft(
         directory, data_dir=data_dir or Settings().data_dir, base=base, owner=owner, name=name
     )
+    if as_json:
+        print_json({"path": imported.checkpoint.name.uri, "notes": imported.notes})
+        return
     for note in imported.notes:
         errors.print(f"descant: {note}", markup=False)
     print(imported.checkpoint.name.uri)

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from descant.ckpt.remote import check_url
+from descant.ckpt.settings import CheckpointSettings
 from descant.errors import UserError
 from descant.ranks.settings import (
     LossSettings,
@@ -64,6 +66,7 @@ class Settings:
     """``smollm2``, a directory, or a hub name, each served as a base of its own."""
     data_dir: Path = field(default_factory=lambda: default_data_dir())
     """Checkpoints, results and the database; one server at a time."""
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     http: HttpSettings = field(default_factory=HttpSettings)
     auth: AuthSettings = field(default_factory=AuthSettings)
@@ -146,6 +149,8 @@ def check(settings: Settings) -> None:
         networks(settings.http.trusted_proxies)
     except UserError as error:
         raise UserError(f"http.trusted_proxies: {error}") from None
+    if settings.checkpoints.url is not None:
+        check_url(settings.checkpoints.url)
     if settings.http.long_poll_s > 40:
         raise UserError(f"http.long_poll_s is {settings.http.long_poll_s}, expected at most 40 (the SDK waits 45 s)")
     if not settings.owners_by_key() and not is_loopback(server.host):

@@ -13,7 +13,7 @@
        │                         clients send again and again without a word
        ├─ RankDied          500  a rank ended or stopped answering; names the rank and what it ran
        ├─ DistributedFailure 500 (``distributed.failure``) ranks failed together: who, where, why, the same on each
-       └─ Lost              500  work or a model that did not survive a restart; names where to resume
+       └─ Lost              500  a model or weights that could not be made again after a death; names where to resume
 
 ``category`` is the word the Tinker protocol puts into a failed future ("user" or "server"). All of them pickle,
 since they travel from rank to server. A message says expected, got and where:

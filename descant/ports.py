@@ -15,6 +15,7 @@ from descant.types import (
     Checkpoint,
     CheckpointName,
     Command,
+    CommandRecord,
     Encoded,
     EngineCapabilities,
     FutureKey,
@@ -162,14 +163,14 @@ class CheckpointStore(Protocol):
     """Whole checkpoints by name. A name is either absent or complete; a crash at any point leaves it one of the two."""
 
     async def attempt(self, name: CheckpointName) -> str:
-        """A fresh empty directory that only this attempt writes into, on the same file system as the final place."""
+        """A fresh empty directory that only this attempt writes into, on a file system that the ranks share."""
         ...
 
     async def commit(self, name: CheckpointName, attempt: str, manifest: Manifest) -> Checkpoint:
-        """Makes the attempt visible under ``name``: manifest last, rename, directory fsynced. Replaces an older one
-        of the same name atomically enough that at every moment one of the two can be opened.
-        Raises ``ServerError`` if a file of the manifest is missing or has another size, ``CannotStore`` if the disk
-        takes no more; nothing is visible then."""
+        """Makes the attempt visible under ``name``, durably, in one step. Replaces an older one of the same name
+        atomically enough that at every moment one of the two can be opened.
+        Raises ``ServerError`` if a file of the manifest is missing or has another size, or the attempt is another
+        server's, ``CannotStore`` if the disk or the store takes no more; nothing is visible then."""
         ...
 
     async def abandon(self, attempt: str) -> None:
@@ -177,8 +178,8 @@ class CheckpointStore(Protocol):
         ...
 
     async def open(self, name: CheckpointName) -> Checkpoint:
-        """Raises ``NotFound``, and ``Damaged`` for one whose manifest is not whole, or of whose files one is missing or
-        has another size."""
+        """Its files are in ``directory``, to be read soon. Raises ``NotFound``, and ``Damaged`` for one whose manifest
+        is not whole, or of whose files one is missing or has another size."""
         ...
 
     async def list(self, model_id: str | None = None) -> Sequence[Checkpoint]:
@@ -194,15 +195,19 @@ class CheckpointStore(Protocol):
 class FutureStore(Protocol):
     """Promises made to clients. What was put is there after a restart; a finished one stays finished."""
 
-    async def put(self, *, key: FutureKey, owner: str, base: str, operation: str) -> tuple[str, bool]:
+    async def put(
+        self, *, key: FutureKey, owner: str, base: str, operation: str, command: CommandRecord | None = None
+    ) -> tuple[str, bool]:
         """The request id for this key, and whether it is new. Idempotent on ``(key, owner)``: the same submission
         sent twice, also at the same time, gets one id, and for exactly one caller it is new. The id is
-        random. Durable on return. Another owner's key is another key."""
+        random. Durable on return, and with it ``command``, if it is new. Another owner's key is another key."""
         ...
 
-    async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
-        """Ends a future and wakes who waits. A second resolve is ignored (the first answer stands).
-        Raises ``NotFound`` for an id never put."""
+    async def resolve(
+        self, request_id: str, encoded: Encoded, *, failed: bool = False, loss: float | None = None
+    ) -> None:
+        """Ends a future and wakes who waits. A second resolve is ignored (the first answer stands). ``loss``: what a
+        backward gave, to be kept with its command. Raises ``NotFound`` for an id never put."""
         ...
 
     async def get(self, request_id: str, *, timeout_s: float = 0.0) -> FutureState:

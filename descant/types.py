@@ -603,6 +603,33 @@ class FutureState:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# The journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestBody:
+    """A request's body as it came: ``encoding`` is its ``Content-Encoding``."""
+
+    data: bytes
+    encoding: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRecord:
+    """What a command is made from again after a death: the ``operation`` with its ``arguments``, as JSON has them, and
+    for a forward or a backward the ``body`` that came. A body that is too large for the database lies in the file of
+    this name instead (``file``). ``num_bytes``: of the body."""
+
+    model_id: str
+    seq_id: int
+    operation: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    body: RequestBody | None = None
+    file: str | None = None
+    num_bytes: int = 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # Answers: what a client's future resolves with
 
 

@@ -272,6 +272,9 @@ class AdapterBank:
     def export(self, row: torch.Tensor, lora: Lora) -> dict[str, torch.Tensor]:
         return peft.export_row(row, self._layouts, lora)
 
+    def views(self, row: torch.Tensor, lora: Lora) -> dict[str, torch.Tensor]:
+        return peft.views(row, self._layouts, lora)
+
     def import_row(self, tensors: Mapping[str, torch.Tensor], lora: Lora, out: torch.Tensor) -> None:
         peft.import_row(tensors, self._layouts, lora, out)
 

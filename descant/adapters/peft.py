@@ -15,7 +15,12 @@ def export_row(row: torch.Tensor, layouts: Layouts, lora: Lora) -> dict[str, tor
     """A row [row] of the bucket of ``lora.rank`` → ``base_model.model.{site}.lora_A.weight`` [r, in] and
     ``….lora_B.weight`` [out, r], of the true rank, trained groups only; contiguous copies. Works for weights and for
     moments alike."""
-    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in _parts(row, layouts, lora)}
+    return {name: part.clone(memory_format=torch.contiguous_format) for name, part in views(row, layouts, lora).items()}
+
+
+def views(row: torch.Tensor, layouts: Layouts, lora: Lora) -> dict[str, torch.Tensor]:
+    """What ``export_row`` copies, as it lies in ``row``."""
+    return dict(_parts(row, layouts, lora))
 
 
 def import_row(tensors: Mapping[str, torch.Tensor], layouts: Layouts, lora: Lora, out: torch.Tensor) -> None:
@@ -42,15 +47,16 @@ def _parts(row: torch.Tensor, layouts: Layouts, lora: Lora) -> list[tuple[str, t
     rank_bucket = layout.rank_bucket
     if row.shape != (layout.row,):
         raise ServerError(f"a row of rank bucket {rank_bucket} has shape ({layout.row},), got {tuple(row.shape)}")
-    parts = []
+    parts, start = [], row.storage_offset()
     for site, a, b, trains in zip(layouts.sites, layout.a_offset, layout.b_offset, layouts.trained(lora), strict=True):
         if not trains:
             continue
         prefix = f"base_model.model.{site.name}"
-        a_RI = row[a : a + rank_bucket * site.in_features].view(rank_bucket, site.in_features)
-        b_OR = row[b : b + rank_bucket * site.out_features].view(site.out_features, rank_bucket)
-        parts.append((f"{prefix}.lora_A.weight", a_RI[: lora.rank]))
-        parts.append((f"{prefix}.lora_B.weight", b_OR[:, : lora.rank]))
+        # Of A [R, in] the first rows, of B [out, R] the first columns.
+        a_rI = row.as_strided((lora.rank, site.in_features), (site.in_features, 1), start + a)
+        b_Or = row.as_strided((site.out_features, lora.rank), (rank_bucket, 1), start + b)
+        parts.append((f"{prefix}.lora_A.weight", a_rI))
+        parts.append((f"{prefix}.lora_B.weight", b_Or))
     return parts
 
 

@@ -119,6 +119,10 @@ class AdapterStore(Protocol):
         """``adapters.peft.export_row``."""
         ...
 
+    def views(self, row: torch.Tensor, lora: Lora) -> dict[str, torch.Tensor]:
+        """``adapters.peft.views``."""
+        ...
+
     def import_row(self, tensors: Mapping[str, torch.Tensor], lora: Lora, out: torch.Tensor) -> None:
         """``adapters.peft.import_row``."""
         ...

@@ -1,40 +1,70 @@
-"""Models frozen for a save or for the sampler, and models brought back. Runs on the thread that owns the bank.
+"""Models frozen for a save or for the sampler, and models brought back. Runs on the thread that owns the bank, but for
+what ``Snapshots.save`` returns.
 
-A snapshot is a copy of whole rows on the device, so that training goes on at once; it moves to host memory when
-it is saved. An ephemeral one (``for_disk`` False) is a published compute copy and nothing else.
+A snapshot is a copy of whole rows on the device, so that training goes on at once; it moves from there to files when it
+is saved. An ephemeral one (``for_disk`` False) is a published compute copy and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 import torch
 
+from descant.adapters.offload import CopyEvent
 from descant.adapters.store import AdapterStore
 from descant.adapters.training import Adapter
-from descant.ckpt.files import CheckpointTensors, write_checkpoint
+from descant.ckpt.files import CheckpointTensors, FileWriter, write_checkpoint
 from descant.ckpt.peft import ExportBase
 from descant.errors import NotFound, UserError
 from descant.types import Lora, Manifest, Snapshot, SnapshotRef, Version, describe, same_shape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState(Enum):
+    TAKEN = "copied on the device"
+    STAGING = "on its way to who writes it"
+    STAGED = "all given to who writes it"
+    WRITTEN = "in files that the disk has"
+    FAILED = "not saved"
+
+
+LEGAL: Mapping[SaveState, frozenset[SaveState]] = {
+    SaveState.TAKEN: frozenset({SaveState.STAGING}),
+    SaveState.STAGING: frozenset({SaveState.STAGED, SaveState.FAILED}),
+    SaveState.STAGED: frozenset({SaveState.WRITTEN, SaveState.FAILED}),
+    SaveState.WRITTEN: frozenset({SaveState.STAGING}),  # saved again, elsewhere
+    SaveState.FAILED: frozenset({SaveState.STAGING}),
+}
+"""What may come after each. A snapshot may be dropped in any."""
+
+
+@dataclass(slots=True, kw_only=True)
 class _Held:
-    """Private copies, float32 [row]; never written."""
+    """``rows``: float32 [row], private copies that are never written: weights and, for training, both moments.
+    ``ready``: when they are there (None: they are)."""
 
     ref: SnapshotRef
     lora: Lora
-    weights: torch.Tensor
-    moments: tuple[torch.Tensor, torch.Tensor] | None
+    rows: Sequence[torch.Tensor]
+    ready: CopyEvent | None
+    save_state: SaveState = SaveState.TAKEN
+
+    def becomes(self, save_state: SaveState) -> None:
+        if save_state not in LEGAL[self.save_state]:
+            raise AssertionError(f"a snapshot that is {self.save_state.value} cannot be {save_state.value} next")
+        self.save_state = save_state
 
 
 class Snapshots:
-    def __init__(self, bank: AdapterStore, *, base: ExportBase):
+    def __init__(self, bank: AdapterStore, *, base: ExportBase, writer: FileWriter):
         self._bank = bank
         self._base = base
+        self._writer = writer
         self._held: dict[Version, _Held] = {}
+        self._num_written = self._num_failed = 0
 
     def take(self, command: Snapshot, *, has_pending_gradient: bool) -> SnapshotRef:
         """Raises ``NotFound`` for a model that is not there."""
@@ -50,33 +80,47 @@ class Snapshots:
         if not command.for_disk:
             self._bank.publish(command.model_id, ref.version)
             return ref
-        moments = None
-        if command.kind == "training":
-            first, second = self._bank.moments(command.model_id)
-            moments = (first.clone(), second.clone())
-        weights = self._bank.weights(command.model_id).clone()
-        self._held[ref.version] = _Held(ref=ref, lora=adapter.lora, weights=weights, moments=moments)
+        live = self._bank.state(command.model_id)
+        # One by one: on the host the C library gives what is smaller than 32 MiB memory that is there already.
+        rows = [row.clone() for row in (live if command.kind == "training" else live[:1])]
+        ready = torch.cuda.current_stream(live.device).record_event() if live.is_cuda else None
+        self._held[ref.version] = _Held(ref=ref, lora=adapter.lora, rows=rows, ready=ready)
         return ref
 
     def save(self, ref: SnapshotRef, dest: str) -> Callable[[], Manifest]:
-        """Copies to the host now; the callable writes, on any thread. Raises ``NotFound`` when nothing is held."""
+        """Touches nothing on the device; the callable writes, on any thread that may wait. Raises ``NotFound`` when
+        nothing is held."""
         held = self._held.get(ref.version)
         if held is None:
             raise NotFound(f"there is no snapshot {ref.version.number} of model {ref.version.model_id} to save")
-        # Ready to be written without touching the bank: the layout is fixed, the copies are its own.
-        moments = None if held.moments is None else (held.moments[0].cpu(), held.moments[1].cpu())
-        return partial(
-            write_checkpoint,
-            dest,
-            held.ref,
-            lora=held.lora,
-            base=self._base,
-            export=partial(self._bank.export, lora=held.lora),
-            weights=held.weights.cpu(),
-            moments=moments,
-        )
+        return partial(self._write, held, dest)
+
+    def _write(self, held: _Held, dest: str) -> Manifest:
+        held.becomes(SaveState.STAGING)
+        try:
+            # Nothing of the bank is read here but its layout, which never changes.
+            weights, *moments = (self._bank.views(row, held.lora) for row in held.rows)
+            manifest = write_checkpoint(
+                self._writer,
+                dest,
+                held.ref,
+                lora=held.lora,
+                base=self._base,
+                weights=weights,
+                moments=(moments[0], moments[1]) if moments else None,
+                ready=held.ready,
+                staged=lambda: held.becomes(SaveState.STAGED),
+            )
+        except BaseException:
+            held.becomes(SaveState.FAILED)
+            self._num_failed += 1
+            raise
+        held.becomes(SaveState.WRITTEN)
+        self._num_written += 1
+        return manifest
 
     def drop(self, ref: SnapshotRef) -> None:
+        """What is being written of it ends as it would."""
         self._held.pop(ref.version, None)
 
     def publish(self, ref: SnapshotRef, loaded: CheckpointTensors | None) -> None:
@@ -86,12 +130,20 @@ class Snapshots:
             return
         held = self._held.get(ref.version)
         if held is not None:
-            tensors = self._bank.export(held.weights, held.lora)
-            self._bank.publish_tensors(ref.version, held.lora, tensors)
+            self._bank.publish_tensors(ref.version, held.lora, self._bank.views(held.rows[0], held.lora))
         elif loaded is not None:
             self._bank.publish_tensors(ref.version, loaded.lora, loaded.weights)
         else:
             raise NotFound(f"there is no snapshot {ref.version.number} of model {ref.version.model_id} to publish")
+
+    def stats(self) -> dict[str, float]:
+        """Saves of ever, by outcome; what is held for one now."""
+        return {
+            "saves_written": self._num_written,
+            "saves_failed": self._num_failed,
+            "snapshots_held": len(self._held),
+            "snapshots_held_bytes": sum(row.nbytes for held in self._held.values() for row in held.rows),
+        }
 
 
 def create_from(bank: AdapterStore, model_id: str, loaded: CheckpointTensors) -> Adapter:

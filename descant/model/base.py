@@ -24,6 +24,7 @@ from descant.model.lm_head import LmHead
 from descant.model.lora.batch import LoraBatch
 from descant.model.lora.fused_a import FusedLoraA
 from descant.model.lora.linear import ForwardContext, MultiLoraLinear
+from descant.pauses import watch_compiler
 from descant.types import ModelFacts
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class BaseModel:
         without a backward. They serve every pass, whatever its tokens, lengths and adapters: T alone varies in them.
         What cannot be compiled runs as it is, and the log says so."""
         start = time.monotonic()
+        watch_compiler()
         for layer in layers:
             layer.compile(dynamic=True)
         embedding: nn.Module = self.network.get_input_embeddings()  # type: ignore[operator]

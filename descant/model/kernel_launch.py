@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from descant.pauses import paused
+
 _compiles_only = False
 
 
@@ -67,7 +69,8 @@ class Kernel:
                     *addresses, *numbers, *constants,
                 )  # fmt: skip
                 return
-        compiled = self._function[grid](*tensors, *numbers, *constants, **self._options)
+        with paused("build"):
+            compiled = self._function[grid](*tensors, *numbers, *constants, **self._options)
         # It is None of Triton's interpreter.
         if compiled is not None and not any(tensor.data_ptr() % 16 for tensor in tensors):
             self._compiled[kind] = compiled

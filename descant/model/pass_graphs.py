@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from descant.model.kernel_launch import compiling_kernels
 from descant.model.lora.batch import LoraBatch
 from descant.model.lora.linear import MultiLoraLinear
 from descant.model.lora.products import has_kernels
+from descant.pauses import paused
 
 if TYPE_CHECKING:
     from descant.model.lora.kernels import TileSegment
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 256
 
-SEQUENCES = (32, 128, 512, 2048)
+SEQUENCES = (128, 512, 2048)
 """Of a graph, and segments."""
 
 LENGTHS = (1024, 4096, 16384)
@@ -55,8 +56,12 @@ MEMORY_SHARE = 1 / 8
 
 MAX_GRAPHS = 64
 
-WARM_UP_SIZES = (256, 512, 1024, 2048)
-"""Tokens of the passes that are captured before any is needed."""
+WARM_UP_TOKENS = 2048
+"""Of the largest pass that is captured before any is needed."""
+
+LATENCY_FLOPS = 1e12
+"""Of a pass that takes the device little more than the latency of its kernels, a few milliseconds on an H100: what it
+is filled up with costs nothing, and so its graphs need no sizes between powers of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,24 +88,32 @@ class GraphKey:
         return -(-self.tokens // SPAN_TOKENS) + self.sequences
 
 
-def tokens_of_graph(num_tokens: int) -> int:
-    """The smallest size of a graph for so many: a power of two and, from 512 on, three sizes between two of them."""
+def tokens_of_graph(num_tokens: int, *, finer_from: int = 2 * MIN_TOKENS) -> int:
+    """The smallest size of a graph for so many: a power of two and, beyond ``finer_from``, itself one, three sizes
+    between two of them."""
     size = MIN_TOKENS
     while size < num_tokens:
         size *= 2
     quarter = size // 8
-    if size <= 2 * MIN_TOKENS:
+    if size <= finer_from:
         return size
     return size // 2 + quarter * -(-(num_tokens - size // 2) // quarter)
 
 
 def graph_key(
-    seq_lens: Sequence[int], contexts: Sequence[int], num_segments: int, *, rank: int, backward: bool
+    seq_lens: Sequence[int],
+    contexts: Sequence[int],
+    num_segments: int,
+    *,
+    rank: int,
+    backward: bool,
+    finer_from: int = 2 * MIN_TOKENS,
 ) -> GraphKey | None:
-    """None: too many sequences for any graph, or too long. ``contexts``: tokens of each sequence's prefix."""
+    """None: too many sequences for any graph, or too long. ``contexts``: tokens of each sequence's prefix;
+    ``finer_from``: see ``tokens_of_graph``."""
     num_tokens, shares = sum(seq_lens), any(contexts)
     # Keys that only fill up name the last token, which must be nobody's.
-    tokens = tokens_of_graph(num_tokens + shares)
+    tokens = tokens_of_graph(num_tokens + shares, finer_from=finer_from)
     longest = max(length + context for length, context in zip(seq_lens, contexts, strict=True))
     longest = next((size for size in LENGTHS if size >= longest), 0)
     if longest == 0:
@@ -203,6 +216,7 @@ class PassGraphs:
         self._memory: Any = None
         self._stream: Any = None
         self._max_tokens = _max_tokens(model)
+        self._finer_from = _finer_from(model)
         # The gradient of what is replayed goes to gradient rows: without an input that asks for one, no backward runs.
         self._grad_anchor = torch.zeros((), requires_grad=True)
 
@@ -236,12 +250,23 @@ class PassGraphs:
                 self._trial_pass(rank)
         logger.info("kernels of training compiled in %.0f s", time.monotonic() - start)
         start = time.monotonic()
-        for num_tokens, backward in ((MIN_TOKENS, False), *((size, True) for size in WARM_UP_SIZES)):
-            key = graph_key([num_tokens], [0], 1, rank=MIN_RANK, backward=backward)
-            captured = None if key is None else self._try_to_capture(key)
-            if key is not None and captured is not None:
+        for key in self._usual_keys(MIN_RANK):
+            captured = self._try_to_capture(key) if key.tokens <= self._max_tokens else None
+            if captured is not None:
                 self._graphs[key] = captured
         logger.info("training passes captured in %.0f s", time.monotonic() - start)
+
+    def _usual_keys(self, rank: int) -> Iterator[GraphKey]:
+        """Of small passes of short sequences that share nothing, and of some that share a prompt."""
+        scored = GraphKey(
+            tokens=MIN_TOKENS, sequences=SEQUENCES[0], longest=LENGTHS[0], keys=0, rank=rank, backward=False
+        )
+        yield scored
+        size = MIN_TOKENS
+        while size <= WARM_UP_TOKENS:
+            for keys in (0, 2 * size):
+                yield replace(scored, tokens=size, keys=keys, backward=True)
+            size = tokens_of_graph(size + 1, finer_from=self._finer_from)
 
     def _trial_pass(self, rank: int) -> None:
         """Of tokens without an adapter, as if they had one of ``rank``, the head included."""
@@ -281,6 +306,7 @@ class PassGraphs:
             len(lora.segments),
             rank=self._rank,
             backward=torch.is_grad_enabled(),
+            finer_from=self._finer_from,
         )
         if key is None or key.tokens > self._max_tokens:
             return None
@@ -298,7 +324,8 @@ class PassGraphs:
             torch.cuda.synchronize()
             del self._graphs[next(iter(self._graphs))]
         try:
-            return self._capture(key)
+            with paused("build"):
+                return self._capture(key)
         except torch.OutOfMemoryError:
             logger.warning("no memory to capture passes of %d tokens, which makes them slower", key.tokens)
             self._max_tokens = key.tokens - 1
@@ -372,6 +399,15 @@ class _Replayed(torch.autograd.Function):
         captured.dhidden_TD[len(grad_TD) :].zero_()
         captured.backward.replay()
         return None, None, None, None
+
+
+def _finer_from(model: BaseModel) -> int:
+    """See ``tokens_of_graph``."""
+    params = sum(site.in_features * site.out_features for site in model.bank.sites if site.group != "unembed")
+    size = 2 * MIN_TOKENS
+    while 2 * size * 6 * params <= LATENCY_FLOPS:
+        size *= 2
+    return min(size, LENGTHS[-1])
 
 
 def _max_tokens(model: BaseModel) -> int:

@@ -8,7 +8,7 @@
     await supervisor.add(spec)
     await supervisor.close()
 
-After a death ``on_lost`` gets at once what went with it, so that requests for that fail at once; then the replica is
+After a death ``on_lost`` gets at once what went with it, to be made again, on another replica or on this one; which is
 started again, again and again until it serves. The others go on meanwhile.
 """
 
@@ -28,7 +28,7 @@ from descant.pools.members import EngineMember, TrainerMember
 from descant.pools.traffic import Traffic
 from descant.pools.trainers import TrainerPool
 from descant.ports import Clock
-from descant.ranks.health import Death, Health
+from descant.ranks.health import Death, Health, TurnReport
 from descant.types import Role, Version
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ class Supervised(TrainerMember, EngineMember, Protocol):
 
     @property
     def health(self) -> Health: ...
+
+    async def turns(self) -> TurnReport | None:
+        """What its last turns took. Answers within seconds: None if it cannot say."""
+        ...
 
     @property
     def death(self) -> Death | None:
@@ -175,9 +179,12 @@ class Supervisor:
         verb = "is" if len(names) == 1 else "are"
         return f"{' and '.join(names)} {verb} being started again" if names else None
 
-    def health(self) -> Sequence[tuple[str, Health]]:
+    async def health(self) -> Sequence[tuple[str, Health, TurnReport | None]]:
         """By name, of those that have started once."""
-        return [(self._replicas[number].spec.name, member.health) for number, member in self.members.items()]
+        members = dict(self.members)
+        health = {number: member.health for number, member in members.items()}
+        turns = await asyncio.gather(*(member.turns() for member in members.values()))
+        return [(self._replicas[n].spec.name, health[n], own) for n, own in zip(members, turns, strict=True)]
 
     # ------------------------------------------------------------------------------------------------ doing
     async def _start(self, replica: _Replica) -> Supervised:
@@ -269,7 +276,7 @@ async def keep_alive(
     name: str,
     clock: Clock,
 ) -> None:
-    """For ever: after each death ``lose`` at once, so that calls on what was lost fail meanwhile, then
+    """For ever: after each death ``lose`` at once, so that what was lost is known to be, then
     ``restart`` until it succeeds. Pauses double from 1 s to a minute, from one failure to the next and from one death
     to the next of ranks that served no request; after one that ``has_served``, or lived longer than a minute, there is
     none."""

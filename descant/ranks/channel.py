@@ -78,7 +78,9 @@ class ServerChannel:
         return channel
 
     def send(self, message: RankRequest | RankAssignment) -> None:
-        self._writer.write(encode(message))
+        """Does nothing once the rank has closed its side: whoever waits is told of its end a moment later."""
+        if not self._writer.transport.is_closing():
+            self._writer.write(encode(message))
 
     def close(self) -> None:
         self.closed.cancel()

@@ -1,7 +1,9 @@
 """A fair queue of the models that wait for a training turn, and what the next pass takes of them.
 
-Start-time fair queueing: each model has a virtual runtime, the tokens that it has had, and the least goes first. Kept
-up to date as models come, go and are trained, so that a turn costs what it takes and not what waits.
+Start-time fair queueing: each model has a virtual runtime, the device time that it has had, and the least goes first.
+Its unit is a token that takes as long as usual: a turn counts by its tokens when it begins, and by what it took when it
+has ended (``UsualTime``), divided among its models by their tokens. Kept up to date as models come, go and are trained,
+so that a turn costs what it takes and not what waits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from descant.ranks.partition import WaitingDatum
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class WaitingModel(ABC):
-    """``arrival``: breaks ties; no two have the same. ``virtual_runtime``: tokens it has had, raised on its arrival
+    """``arrival``: breaks ties; no two have the same. ``virtual_runtime``: in usual tokens, raised on its arrival
     (``runtime_on_arrival``). ``open_requests``: how many have begun and not ended; their rows cannot move. These change
     only while it is in no queue."""
 
@@ -190,7 +192,7 @@ class FairQueue(Generic[Model]):
                 next(of_model.pieces)
             if room > 0 and (following := next(of_model.pieces, None)) is not None:
                 of_model.piece, of_model.begun = following, begun
-                runtime += sum(datum.tokens for datum in piece)
+                runtime += tokens
                 heapq.heappush(queue, (_QUEUED, runtime, model.arrival, model))
         return tuple(data)
 
@@ -226,6 +228,34 @@ class _InPass:
     pieces: Iterator[Sequence[WaitingDatum]]
     piece: Sequence[WaitingDatum] = ()
     begun: int = 0
+
+
+MAX_RATIO = 8
+"""Of a turn to what is usual: one that compiles, or that the machine held up, is not its models' fault."""
+_LEARNT = 1 / 64
+"""What one turn counts in the mean that is usual. Much more, and it would follow each model's turns: those of an
+expensive one would count for more than they take, and the others' for less."""
+
+
+class UsualTime:
+    """How long a token of a training turn takes, as far as turns were measured."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+
+    def ratio(self, tokens: int, seconds: float) -> float:
+        """A turn of so many tokens took ``seconds`` above 0: by how much longer that is than usual. 1 for the first."""
+        one = seconds / tokens
+        usual = one if self._seconds is None else self._seconds
+        one = min(one, MAX_RATIO * usual)
+        self._seconds = usual + (one - usual) * _LEARNT
+        return one / usual
+
+
+def expected_tokens(computed: int, *, forward_only: bool) -> int:
+    """What a datum of which a pass computes so many tokens counts, before the turn is measured: an evaluation has half
+    of the arithmetic, since the base's weights are frozen."""
+    return (computed + 1) // 2 if forward_only else computed
 
 
 def runtime_on_arrival(runtime: int, least: int) -> int:

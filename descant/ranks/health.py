@@ -1,10 +1,10 @@
-"""A replica's health and its last death, as ``descant doctor`` shows them."""
+"""A replica's health, its slow turns and its last death, as ``descant doctor`` shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from descant.distributed.failure import DistributedFailure
 
@@ -35,3 +35,51 @@ class Death:
     message: str
     last_lines: str = ""
     failure: DistributedFailure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowTurn:
+    """``kind``: train, rows or sample. ``sequences``: or datums, or row commands. ``phases`` and ``pauses``: seconds by
+    name (``ranks.turn_trace.Phase``, ``pauses.Pause``). ``cpu_s``: for which the loop's thread had a core; on a CPU the
+    rest went to others, or to waiting for torch's threads that had none. ``ago_s``: since its end."""
+
+    kind: str
+    seconds: float
+    cpu_s: float
+    ago_s: float
+    sequences: int
+    tokens: int
+    phases: Mapping[str, float]
+    pauses: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Sequences waited so long for a sampling turn, while ``turns`` ran. ``before``: seconds by phase between the last
+    of these and the sampling turn. ``ago_s``: since its end."""
+
+    seconds: float
+    ago_s: float
+    turns: Sequence[SlowTurn]
+    before: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnReport:
+    """Of a replica's last ``num_turns`` turns, in the last ``seconds``: its gaps and its slowest turns, the longest
+    first. The percentiles are those of all ``num_gaps`` gaps, 0 where there are none."""
+
+    num_turns: int
+    seconds: float
+    num_gaps: int
+    gap_p50_s: float
+    gap_p99_s: float
+    gap_p99_9_s: float
+    gaps: Sequence[Gap]
+    slowest: Sequence[SlowTurn]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TurnReport:
+        """Of what ``dataclasses.asdict`` makes."""
+        gaps = [Gap(**{**gap, "turns": [SlowTurn(**turn) for turn in gap["turns"]]}) for gap in value["gaps"]]
+        return cls(**{**value, "gaps": gaps, "slowest": [SlowTurn(**turn) for turn in value["slowest"]]})

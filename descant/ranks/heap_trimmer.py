@@ -13,6 +13,8 @@ import os
 import time
 from collections.abc import Callable
 
+from descant.pauses import paused
+
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0, 160.0
@@ -68,7 +70,8 @@ class HeapTrimmer:
             self._least = min(self._least, before)
             self._interval_s = max(self._interval_s / 2, INTERVAL_S[0])
         else:
-            self._trim()
+            with paused("trim"):
+                self._trim()
             self._least = self._resident()
             self._interval_s = min(self._interval_s * 2, INTERVAL_S[1])
             log.info("returned %d MiB to the system", (before - self._least) >> 20)

@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from descant.errors import DescantError, ServerError
+from descant.pauses import watch_collections
 from descant.ranks.channel import TurnStatus
 from descant.ranks.decide import IDLE, ROWS, SAMPLE, TRAIN, Choice, Kind, row_order
 from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import (
     Background,
     Cancel,
+    Drop,
     Fail,
     Idle,
     Microbatch,
@@ -40,11 +44,14 @@ from descant.ranks.ops import (
     Sample,
     Stats,
     Stop,
+    Turns,
     source_of,
 )
 from descant.ranks.partition import balanced_shares, piece_shares
 from descant.ranks.queues import Entry, Queues
 from descant.ranks.sampling_dispatcher import SamplingDispatcher
+from descant.ranks.snapshot_room import SnapshotRoom
+from descant.ranks.turn_trace import TurnTrace
 from descant.types import Command, ForwardBackwardOutput, Snapshot, SnapshotRef
 
 if TYPE_CHECKING:
@@ -57,12 +64,23 @@ QUIET_S = 0.0005
 BURST_S = 0.004
 """… but no longer than this."""
 
+SAVING_S = 5.0
+"""How often a rank that does nothing but save shows that it lives."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Callback:
     """A call that a file thread posts to the loop's thread."""
 
     run: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A microbatch, and the requests that have datums in it and are not answered."""
+
+    op: Microbatch
+    commands: Mapping[RequestKey, Command]
 
 
 class TurnLoop:
@@ -95,14 +113,13 @@ class TurnLoop:
             max_pass_s=max_pass_s,
         )
         self._sampling = SamplingDispatcher(executor, respond)
+        self._snapshot_room = SnapshotRoom(executor.memory)
         self._turn = 0
-        self._spent_s: dict[Kind, float] = dict.fromkeys((TRAIN, ROWS, SAMPLE, IDLE), 0.0)
-        """Of the loop's thread, by kind of turn."""
-        self._accounted_s = 0.0
-        """Until when."""
+        self._trace = TurnTrace(seconds)
         self._stopped = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="descant-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="descant-write")
+        self._writes: list[Future[Any]] = []
 
     def post(self, request: RankRequest) -> None:
         """Any thread."""
@@ -110,57 +127,72 @@ class TurnLoop:
 
     def run(self) -> None:
         """Until ``Stop``. Work that is not done then is not answered."""
-        self._accounted_s = self._seconds()
+        watch_collections()
+        trace = self._trace
+        trace.begin()
         try:
             while not self._stopped:
                 self._take_requests()
-                choice = self._queues.choose({SAMPLE: self._sampling.num_models} if self._sampling.has_work() else {})
+                trace.mark("take")
+                can_sample = self._sampling.has_work()
+                choice = self._queues.choose({SAMPLE: self._sampling.num_models} if can_sample else {})
+                trace.mark("decide")
                 if choice.kind == IDLE:
                     if not self._stopped:
                         self._wait()
                     continue
-                self._turn += 1
-                began_s = self._seconds()
-                self._execute(choice)
-                self._describe("")
-                self._account(choice.kind)
-                self._queues.ran(choice.kind, self._accounted_s - began_s)
+                if choice.kind == TRAIN and can_sample and self._info.overlaps:
+                    self._train_and_sample(choice)
+                else:
+                    seconds = self._timed(choice.kind, partial(self._execute, choice), sampling_waits=can_sample)
+                    self._queues.ran(choice.kind, seconds)
             self._executor.execute(Stop())
         finally:
             self._reader.shutdown(wait=False, cancel_futures=True)
             self._writer.shutdown(wait=False, cancel_futures=True)
 
     def _wait(self) -> None:
+        timeouts = [] if self._info.idle_s is None else [self._info.idle_s]
+        if self._is_saving():
+            timeouts += [SAVING_S, max(0.0, self._snapshot_room.expires_s - self._seconds())]
         try:
-            request = self._inbox.get(timeout=self._info.idle_s)
+            request = self._inbox.get(timeout=min(timeouts, default=None))
         except queue.Empty:
+            if self._is_saving():  # which ends by deadlines of its own: whoever watches is to see that we live
+                self._turn += 1
+                self._describe("")
             self._executor.execute(Idle())
-            self._account(IDLE)
+            self._trace.idle()
             return
-        self._account(IDLE)
+        trace = self._trace
+        trace.idle()
         self._take(request)
+        trace.mark("take")
         # Requests come in bursts. A pass of the first alone would keep all others waiting for as long as one of all.
         until = self._seconds() + BURST_S
         with contextlib.suppress(queue.Empty):
             while not self._stopped and self._seconds() < until:
-                self._take(self._inbox.get(timeout=QUIET_S))
-        self._account(IDLE)
+                request = self._inbox.get(timeout=QUIET_S)
+                trace.idle()
+                self._take(request)
+                trace.mark("take")
+        trace.idle()
 
-    def _account(self, kind: Kind) -> None:
-        """The time since the last call is that of a turn of this kind: taking requests and choosing it included."""
-        now_s = self._seconds()
-        self._spent_s[kind] += now_s - self._accounted_s
-        self._accounted_s = now_s
+    def _is_saving(self) -> bool:
+        """Whether anything is written behind the turns, or waits for that."""
+        self._writes = [writing for writing in self._writes if not writing.done()]
+        return bool(self._writes) or math.isfinite(self._snapshot_room.expires_s)
 
     def _stats(self) -> Mapping[str, float]:
-        spent = {f"loop_{kind}_seconds": seconds for kind, seconds in self._spent_s.items()}
-        return {**self._executor.execute(Stats()), **self._sampling.stats(), **spent}
+        return {**self._executor.execute(Stats()), **self._sampling.stats(), **self._trace.stats()}
 
     def _describe(self, what: str) -> None:
         self._turn_status.write(self._turn, what)
 
     # ------------------------------------------------------------------------------------------------ requests
     def _take_requests(self) -> None:
+        for model_id, _ in self._snapshot_room.expire(self._seconds()):
+            self._queues.read(model_id)
         while not self._stopped:
             try:
                 request = self._inbox.get_nowait()
@@ -188,6 +220,11 @@ class TurnLoop:
                 self._answer(id, lambda: self._sampling.release(op.version))
             case Stats():
                 self._answer(id, self._stats)
+            case Turns():
+                self._answer(id, self._trace.report)
+            case Drop():
+                self._answer(id, lambda: self._executor.execute(op))
+                self._free_snapshot((op.ref.version.model_id, op.ref.version.number))
             case Operation():
                 self._answer(id, lambda: self._executor.execute(op))
             case _:
@@ -210,7 +247,9 @@ class TurnLoop:
             else:
                 self._respond(RankResponse(id=id, result=writing.result()))
 
-        self._writer.submit(result.run).add_done_callback(written)
+        writing = self._writer.submit(result.run)
+        self._writes.append(writing)
+        writing.add_done_callback(written)
 
     def _read(self, op: Command | Operation[Any], then: Callable[[Callable[[], Any]], None]) -> Future[Any] | None:
         """Begins to read what ``op`` needs, if it needs anything. When that is done ``then`` is called on the loop's
@@ -232,18 +271,74 @@ class TurnLoop:
         self._queues.add(entry)
 
     # ------------------------------------------------------------------------------------------------ turns
+    def _timed(self, kind: Kind, execute: Callable[[], None], *, sampling_waits: bool) -> float:
+        """A turn, and what it took in seconds."""
+        self._turn += 1
+        self._trace.turn_began(kind, sampling_waits=sampling_waits)
+        execute()
+        self._describe("")
+        return self._trace.turn_ended(kind, sampling_waits=self._sampling.has_work())
+
     def _execute(self, choice: Choice) -> None:
+        self._prefetch(choice)
+        if choice.kind == TRAIN:
+            begun = self._microbatch(choice)
+            self._end_microbatch(begun, begun.op)
+        elif choice.kind == ROWS:
+            if commands := self._with_room(choice.commands):
+                self._run_rows(commands)
+        else:
+            self._sampling.step(self._describe, self._trace)
+
+    def _train_and_sample(self, choice: Choice) -> None:
+        """A training turn and a sampling turn inside it: while the device computes the pass the host plans the step
+        that follows, so the device never waits for it. What a pass closes it closes when the device has done it."""
+        begun: list[_Begun] = []
+
+        def begin() -> None:
+            self._prefetch(choice)
+            begun.append(self._begin_microbatch(choice))
+
+        began_s = self._timed(TRAIN, begin, sampling_waits=True)
+        sampled_s = self._timed(SAMPLE, lambda: self._sampling.step(self._describe, self._trace), sampling_waits=True)
+        [last] = begun
+        closing = replace(last.op, opens=(), shares=tuple(() for _ in last.op.shares), sampling=True)
+        closed_s = self._timed(TRAIN, lambda: self._end_microbatch(last, closing), sampling_waits=bool(self._sampling))
+        self._queues.ran(TRAIN, began_s + closed_s, done_s=began_s + sampled_s + closed_s)
+        self._queues.ran(SAMPLE, sampled_s)
+
+    def _prefetch(self, choice: Choice) -> None:
         if "train" in self._info.roles:  # what is sampled is not prefetched
             soon, keep = self._queues.prefetch_order(choice), tuple(sorted(choice.model_ids))
             self._executor.execute(Prefetch(model_ids=soon, keep=keep))
-        if choice.kind == TRAIN:
-            self._run_microbatch(choice)
-        elif choice.kind == ROWS:
-            self._run_rows(choice.commands)
-        else:
-            self._sampling.step(self._describe)
+            self._trace.mark("prefetch")
 
-    def _run_microbatch(self, choice: Choice) -> None:
+    def _begin_microbatch(self, choice: Choice) -> _Begun:
+        """Launches it, and closes nothing yet. What could not be opened is answered, and left out of what is left."""
+        begun = self._microbatch(choice)
+        try:
+            outcomes = self._executor.execute(replace(begun.op, closes=(), sampling=False))
+        except Exception as error:
+            outcomes = self._fail_turn(error, list(begun.commands.items()))
+        self._trace.mark("run")
+        self._respond_outcomes(outcomes)
+        ended = {outcome.key for outcome in outcomes}
+        return _Begun(
+            op=replace(begun.op, closes=tuple(key for key in begun.op.closes if key not in ended)),
+            commands={key: command for key, command in begun.commands.items() if key not in ended},
+        )
+
+    def _end_microbatch(self, begun: _Begun, op: Microbatch) -> None:
+        """Executes ``op``, which is all of it or its end."""
+        try:
+            outcomes = self._executor.execute(op)
+        except Exception as error:
+            outcomes = self._fail_turn(error, list(begun.commands.items()))
+        self._trace.mark("run")
+        self._respond_outcomes(outcomes)
+
+    def _microbatch(self, choice: Choice) -> _Begun:
+        """Takes its datums out of the queues."""
         data, taken, info = choice.data, self._queues.take(choice, self._seconds()), self._info
         if info.piece_tokens is None:
             shares = balanced_shares(data, info.num_ranks, pass_tokens=info.microbatch_tokens)
@@ -258,11 +353,31 @@ class TurnLoop:
         )
         num_models = len(choice.model_ids)
         self._describe(f"a training pass of {len(data)} datums, {taken.tokens} tokens, for {num_models} models")
-        try:
-            outcomes = self._executor.execute(op)
-        except Exception as error:
-            outcomes = self._fail_turn(error, [(key, entry.command) for key, entry in taken.entries.items()])
-        self._respond_outcomes(outcomes)
+        self._trace.holds(len(data), taken.tokens)
+        self._trace.mark("plan")
+        return _Begun(op=op, commands={key: entry.command for key, entry in taken.entries.items()})
+
+    def _with_room(self, commands: Sequence[Command]) -> Sequence[Command]:
+        """Without snapshots that there is no room for yet, and what comes after them in their models' queues."""
+        runs: list[Command] = []
+        blocked: set[str] = set()
+        for command in commands:
+            if command.model_id in blocked:
+                continue
+            key = command.model_id, command.seq_id
+            # One that has waited already runs: there is room, or an error for it.
+            if isinstance(command, Snapshot) and self._queues.entry(key).reading is None:
+                granted = self._snapshot_room.ask(command, self._seconds())
+                if granted is not None:
+                    blocked.add(command.model_id)
+                    self._queues.block(key, granted)
+                    continue
+            runs.append(command)
+        return runs
+
+    def _free_snapshot(self, key: RequestKey) -> None:
+        for model_id, _ in self._snapshot_room.free(key):
+            self._queues.read(model_id)
 
     def _run_rows(self, commands: Sequence[Command]) -> None:
         names = ", ".join(sorted({type(command).__name__ for command in commands}))
@@ -274,10 +389,13 @@ class TurnLoop:
                 error = entry.reading.exception()
                 loaded[entry.key] = entry.reading.result() if error is None else to_descant_error(error)
         op = Rows(commands=row_order(commands, self._executor.memory.is_resident), loaded=loaded)
+        self._trace.holds(len(commands), 0)
+        self._trace.mark("plan")
         try:
             outcomes = self._executor.execute(op)
         except Exception as error:
             outcomes = self._fail_turn(error, [((c.model_id, c.seq_id), c) for c in commands])
+        self._trace.mark("run")
         self._respond_outcomes(outcomes)
         if "sample" not in self._info.roles:
             return
@@ -307,6 +425,8 @@ class TurnLoop:
         for outcome in outcomes:
             entry = self._queues.end(outcome.key)
             if isinstance(outcome.result, DescantError):
+                if isinstance(entry.command, Snapshot):  # it is not held
+                    self._free_snapshot(entry.key)
                 self._respond(RankResponse(id=entry.id, error=outcome.result))
             else:
                 result = outcome.result

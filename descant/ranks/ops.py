@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from descant.errors import DescantError
+from descant.ranks.health import TurnReport
 from descant.types import (
     ROLES,
     CheckpointSource,
@@ -123,6 +124,13 @@ class Stats(Operation[Mapping[str, float]]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turns(Operation[TurnReport]):
+    """What the last turns took. The turn loop answers it: it is nothing that an executor knows."""
+
+    runs: ClassVar[Runs] = "on rank 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Operation[None]):
     """No more operations. What is not done is not answered."""
 
@@ -141,8 +149,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch(Operation[list[Outcome]]):
-    """Datums that are computed together. ``opens``: requests whose first datum is in it; ``closes``: whose last is.
-    The outcomes of all ``closes``, and of requests that were refused when opened.
+    """Datums that are computed together. ``opens``: requests whose first datum is in it; ``closes``: whose last is, or
+    was in one before. The outcomes of all ``closes``, and of requests that were refused when opened.
 
     ``shares[rank]``: its passes, as many for each rank, some of them empty (``partition.balanced_shares``,
     ``partition.piece_shares``). ``backward``: whether any of its requests is more than evaluated. ``sampling``:
@@ -249,7 +257,8 @@ START = 0
 class ReplicaInfo:
     """What a replica is, once it serves.
 
-    ``microbatch_tokens``: of one rank's part of a training turn. ``piece_tokens``: each pass is one piece of one
+    ``overlaps``: its devices compute a training pass while its hosts do other things. ``microbatch_tokens``: of one
+    rank's part of a training turn. ``piece_tokens``: each pass is one piece of one
     request, of so many tokens at most; None: a pass carries whatever fits a turn. ``idle_s``: how often ``Idle`` is
     executed while there is nothing to do; None: never."""
 
@@ -257,6 +266,7 @@ class ReplicaInfo:
     capabilities: EngineCapabilities
     roles: frozenset[Role] = ROLES
     num_ranks: int = 1
+    overlaps: bool = False
     microbatch_tokens: int
     piece_tokens: int | None = None
     idle_s: float | None = None

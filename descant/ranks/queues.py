@@ -11,7 +11,14 @@ from typing import Any
 
 from descant.ranks.decide import ROWS, TRAIN, Choice, Kind, PassTokens, Shares
 from descant.ranks.executor import AdapterMemory
-from descant.ranks.fair_queue import FairQueue, RuntimeQueue, WaitingModel, runtime_on_arrival
+from descant.ranks.fair_queue import (
+    FairQueue,
+    RuntimeQueue,
+    UsualTime,
+    WaitingModel,
+    expected_tokens,
+    runtime_on_arrival,
+)
 from descant.ranks.partition import WaitingDatum, computed_tokens, cut_into_pieces, piece_at
 from descant.train.pack import MIN_SHARED_TOKENS, common_prefix
 from descant.train.runner import Part, RequestKey
@@ -21,7 +28,7 @@ from descant.types import Command, DeleteModel, ForwardBackward, Int32, input_le
 @dataclass(slots=True)
 class Entry:
     """A command in its model's queue since ``arrived_s``. ``waited_s``: until its first microbatch. ``reading``: its
-    checkpoint is on the way from disk."""
+    checkpoint is on the way from disk, or there is no room for its snapshot yet."""
 
     id: int
     command: Command
@@ -116,7 +123,8 @@ class Queues:
     ``end`` for each command that has its outcome, and ``ran``. One thread.
 
     A model waits in one of three places, by the head of its queue: for a training turn, with row commands that may run,
-    or for a checkpoint that is being read. No turn looks at more of them than it takes, but for ``prefetch_order``."""
+    or blocked: for a checkpoint that is being read, for room. No turn looks at more of them than it takes, but for
+    ``prefetch_order``."""
 
     def __init__(
         self,
@@ -139,6 +147,9 @@ class Queues:
         self._pass_tokens = PassTokens(max_pass_s)
         self._measured_tokens = 0
         """Of the turn that runs, if it says how long passes take."""
+        self._usual_time = UsualTime()
+        self._charged: dict[str, int] = {}
+        """What each model was expected to cost in the turn that runs, if it says how long turns take."""
         self._others_wait = False
         """Other kinds of work had something to run at the last choice."""
         self._weights: Mapping[Kind, float] = {}
@@ -173,8 +184,15 @@ class Queues:
         model.entries[entry.command.seq_id] = entry
         self._put(model)
 
+    def block(self, key: RequestKey, reading: Future[Any]) -> None:
+        """A row command that waits is not to run before ``reading`` is done, of which ``read`` tells."""
+        model = self._models[key[0]]
+        self._remove(model)
+        self.entry(key).reading = reading
+        self._put(model)
+
     def read(self, model_id: str) -> None:
-        """A checkpoint that a command of this model waited for has been read."""
+        """What a command of this model waited for is there: its checkpoint has been read, or the like."""
         if (model := self._models.get(model_id)) is not None and model.place is self._blocked:
             self._remove(model)
             self._put(model)
@@ -226,6 +244,7 @@ class Queues:
         self._training.skip_others(models)
         entries: dict[RequestKey, Entry] = {}
         opens: list[ForwardBackward] = []
+        charged: dict[str, int] = {}
         tokens, backward = 0, False
         for datum in choice.data:
             part = datum.part
@@ -240,13 +259,17 @@ class Queues:
                 model.open_requests += 1
                 entry.waited_s = now_s - entry.arrived_s
             entry.taken += 1
-            length = input_length(entry.command.data[part.datum].model_input)
-            tokens += length
-            model.virtual_runtime += length
+            tokens += input_length(entry.command.data[part.datum].model_input)
+            computed = datum.added_tokens if model.model_id in charged else datum.tokens
+            cost = expected_tokens(computed, forward_only=entry.command.forward_only)
+            charged[model.model_id] = charged.get(model.model_id, 0) + cost
+            model.virtual_runtime += cost
+        # On a GPU a turn that nobody waits for may end before the device has done it.
+        self._charged = charged if self._others_wait or self._piece_tokens is not None else {}
         for model in models:
             self._put(model)
         closes = tuple(key for key, entry in entries.items() if entry.is_taken)
-        # An evaluation is faster. And where nobody else waits, the turn may end before the device has done it.
+        # An evaluation is faster.
         self._measured_tokens = computed_tokens(choice.data) if backward and self._others_wait else 0
         return Taken(entries=entries, opens=tuple(opens), closes=closes, tokens=tokens, backward=backward)
 
@@ -266,12 +289,29 @@ class Queues:
             self._runtimes.pop(model_id, None)
         return entry
 
-    def ran(self, kind: Kind, seconds: float) -> None:
-        """A turn is over that took so long."""
+    def ran(self, kind: Kind, seconds: float, *, done_s: float | None = None) -> None:
+        """A turn is over that took so long. ``done_s``: after how long the device had done it, where another turn was
+        inside."""
         self._shares.ran(kind, seconds * self._weights.get(kind, 1.0))
+        took_s = seconds if done_s is None else done_s
         if self._measured_tokens:
-            self._pass_tokens.ran(self._measured_tokens, seconds)
+            self._pass_tokens.ran(self._measured_tokens, took_s)
             self._measured_tokens = 0
+        if kind == TRAIN and self._charged and took_s > 0:
+            self._settle(self._usual_time.ratio(sum(self._charged.values()), took_s))
+            self._charged = {}
+
+    def _settle(self, ratio: float) -> None:
+        """The last turn took so much longer than expected: its models had that much more of the device."""
+        for model_id, cost in self._charged.items():
+            more = round(cost * (ratio - 1))
+            model = self._models.get(model_id)
+            if model is not None:
+                self._remove(model)
+                model.virtual_runtime += more
+                self._put(model)
+            elif model_id in self._runtimes:
+                self._runtimes[model_id] += more
 
     def _order(self, with_rows: Iterable[str], newcomers: Iterable[_ModelQueue]) -> tuple[str, ...]:
         return (*with_rows, *self._training.order(newcomers), *self._blocked.order())

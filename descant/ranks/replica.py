@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from descant.errors import DescantError, Overloaded, RankDied, ServerError
-from descant.ranks.health import Death, Health
+from descant.ranks.health import Death, Health, TurnReport
 from descant.ranks.launch import Launcher, Link, Phase, RanksExit, ThreadLink, start_processes
 from descant.ranks.ops import (
     START,
@@ -44,6 +44,7 @@ from descant.ranks.ops import (
     Save,
     Stats,
     Stop,
+    Turns,
 )
 from descant.ranks.settings import RankSpec, ReplicaSettings
 from descant.types import (
@@ -69,6 +70,8 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 WATCH_INTERVAL_S = 1.0
 WATCH_GRACE_S = 5.0
+TURNS_TIMEOUT_S = 2.0
+"""How long a turn may go on before its replica is reported without what its last turns took."""
 RETRY_AFTER_S = 0.2
 """The ``Retry-After`` of what is not here yet while the rank starts."""
 
@@ -451,6 +454,16 @@ class Replica:
     # ------------------------------------------------------------------------------------------------ Measured
     async def stats(self) -> Mapping[str, float]:
         return cast(Mapping[str, float], await self.call(Stats()))
+
+    async def turns(self) -> TurnReport | None:
+        """What its last turns took. None: it does not serve, or is too busy to say."""
+        if not self.serving:
+            return None
+        try:
+            async with asyncio.timeout(TURNS_TIMEOUT_S):
+                return cast(TurnReport, await self.call(Turns()))
+        except (TimeoutError, RankDied):
+            return None
 
     # ------------------------------------------------------------------------------------------------ Progress
     def running(self) -> str:

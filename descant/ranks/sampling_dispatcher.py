@@ -12,6 +12,7 @@ from descant.errors import DescantError, UserError
 from descant.ranks.decide import SamplingRank, sampling_rank
 from descant.ranks.executor import Executor, to_descant_error
 from descant.ranks.ops import Pin, Publish, RankResponse, Release, SampleStep, Unpin
+from descant.ranks.turn_trace import TurnTrace
 from descant.sample.plan import SequenceOutput, StepPlan
 from descant.sample.scheduler import Scheduler
 from descant.types import SampleDelta, SampleRequest, SnapshotRef, Version
@@ -164,7 +165,7 @@ class SamplingDispatcher:
             del self._newest[version.model_id]
 
     # ------------------------------------------------------------------------------------------------ steps
-    def step(self, describe: Callable[[str], None]) -> None:
+    def step(self, describe: Callable[[str], None], trace: TurnTrace) -> None:
         """One step of every rank that has something to sample; ``describe`` is called with a sentence before it
         begins."""
         plans = tuple(scheduler.plan() for scheduler in self._schedulers)
@@ -173,11 +174,14 @@ class SamplingDispatcher:
             return
         num_sequences, num_tokens = sum(len(p.sequences) for p in planned), sum(p.num_tokens for p in planned)
         describe(f"a sampling step of {num_sequences} sequences, {num_tokens} tokens")
+        trace.holds(num_sequences, num_tokens)
+        trace.mark("plan")
         outputs: Sequence[Sequence[SequenceOutput] | DescantError | None]
         try:
             outputs = self._executor.execute(SampleStep(plans=plans))
         except Exception as error:
             outputs = [to_descant_error(error)] * len(plans)
+        trace.mark("run")
         for scheduler, plan, output in zip(self._schedulers, plans, outputs, strict=True):
             if plan is not None and output is not None:
                 self._apply(scheduler, plan, output)

@@ -16,6 +16,7 @@ import torch
 from descant.ckpt.files import CheckpointTensors, read_checkpoint
 from descant.ckpt.peft import ExportBase
 from descant.ckpt.snapshot import Snapshots
+from descant.ckpt.writer import CheckpointWriter
 from descant.errors import ServerError
 from descant.model.base import BaseModel
 from descant.model.forward_batch import PAGE_TOKENS
@@ -79,7 +80,11 @@ def build(
             shard=peers.shard if shard else None,
         )
     phase("making the caches, capturing decode steps" if model.device.type == "cuda" else "making the caches")
-    return Worker(model, spec.settings, spec.losses, peers, roles=spec.roles, sample=sample)
+    writer = CheckpointWriter(model.device)
+    if "train" in spec.roles and peers.rank == 0:  # which alone saves
+        phase("starting the process that writes checkpoints")
+        writer.start(spill_dir)
+    return Worker(model, spec.settings, spec.losses, peers, roles=spec.roles, sample=sample, writer=writer)
 
 
 class Worker:
@@ -95,12 +100,16 @@ class Worker:
         roles: Collection[Role] = ROLES,
         train: type[TrainRole] = TrainRole,
         sample: type[SampleRole] = SampleRole,
+        writer: CheckpointWriter | None = None,
     ):
-        """``train``, ``sample``: what the roles are made with."""
+        """``train``, ``sample``: what the roles are made with. ``writer``: of checkpoints; None: one whose process is
+        started at the first save."""
         peers = peers or Peers()
         self.model = model
         self.memory: AdapterMemory = model.bank
-        snapshots = Snapshots(model.bank, base=ExportBase(name=model.public_name, has_experts=model.has_experts))
+        self.writer = CheckpointWriter(model.device) if writer is None else writer
+        base = ExportBase(name=model.public_name, has_experts=model.has_experts)
+        snapshots = Snapshots(model.bank, base=base, writer=self.writer)
         self.train: TrainRole | None = None
         if "train" in roles:
             self.train = train(model, snapshots, peers, losses=losses)
@@ -123,14 +132,15 @@ class Worker:
             capabilities=EngineCapabilities() if self.sample is None else self.sample.capabilities,
             roles=frozenset(roles),
             num_ranks=peers.num_ranks,
+            overlaps=self.train is not None and self.train.learner.runner.asynchronous and not model.sharded,
             microbatch_tokens=pass_tokens,
             piece_tokens=None if model.device.type != "cpu" else pass_tokens if model.packable else 1,
             idle_s=None if self.heap_trimmer is None else INTERVAL_S[0],
         )
         self._handlers: dict[type[Operation[Any]], Callable[[Any], Any]] = {
             Idle: lambda op: peers.check(),
-            Stats: lambda op: model.bank.stats(),
-            Stop: lambda op: None,
+            Stats: lambda op: {**model.bank.stats(), **snapshots.stats(), **self.writer.stats()},
+            Stop: lambda op: self.writer.close(),
         }
         made: tuple[RankRole | None, ...] = (self.train, self.sample)
         for role in made:

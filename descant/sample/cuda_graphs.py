@@ -43,6 +43,7 @@ from descant.model.base import WARM_UP_TOKENS, BaseModel
 from descant.model.forward_batch import PAGE_TOKENS, KVPool
 from descant.model.graph_recording import record
 from descant.model.kernel_launch import compiling_kernels
+from descant.pauses import paused
 from descant.sample.graph_inputs import (
     ROOM_GROWS,
     Columns,
@@ -543,12 +544,11 @@ class CudaGraphs:
         *,
         ahead: bool,
     ) -> LaunchedStep:
-        stage.result[:, :room].copy_(computed.result_2N, non_blocking=True)
+        result = stage.result(room)
+        result.copy_(computed.result_2N, non_blocking=True)
         tokens_N = computed.tokens_N[: len(sequences)].clone()  # the next pass may write over them
         stage.done = self._record_event()
-        return LaunchedStep(
-            sequences, columns, tokens_N, computed.logits_NV, stage.result.numpy(), stage.done, ahead=ahead
-        )
+        return LaunchedStep(sequences, columns, tokens_N, computed.logits_NV, result.numpy(), stage.done, ahead=ahead)
 
     def _record_event(self) -> Any:
         """An event after all that was launched so far; None where nothing runs ahead."""
@@ -579,7 +579,8 @@ class CudaGraphs:
         short_of_memory = False
         while key not in self._graphs:
             try:
-                self._graphs[key] = self._capture(key)
+                with paused("build"):
+                    self._graphs[key] = self._capture(key)
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     if not short_of_memory:  # nothing that is only kept can be freed while a graph is captured

@@ -102,19 +102,23 @@ class Inputs:
 
 
 class _Stage:
-    """A pass's inputs, and its result float64 [2, N], in host memory. Not to be filled again before the device has read
-    and written them."""
+    """A pass's inputs, and its result, in host memory. Not to be filled again before the device has read and written
+    them."""
 
     def __init__(self, fields: Fields, num_rows: int, *, pinned: bool):
         self.inputs = Inputs(fields, torch.device("cpu"), pinned=pinned)
         self.numpy = {name: x.numpy() for name, x in self.inputs.fields.items()}
-        self.result = torch.empty(2, num_rows, dtype=torch.float64, pin_memory=pinned)
+        self._result = torch.empty(2 * num_rows, dtype=torch.float64, pin_memory=pinned)
         self.done: Any = None
         """An event; None: nothing runs behind the host's back."""
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+    def result(self, room: int) -> torch.Tensor:
+        """float64 [2, N] for so many rows. In one piece: a copy to anything else waits for the device."""
+        return self._result[: 2 * room].view(2, room)
 
     def fill_rows(self, name: str, values: Sequence[float] | NDArray[Any], room: int) -> None:
         """0 behind them."""

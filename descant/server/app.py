@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,12 @@ from descant.server.routes import PREFIX, Routes
 from descant.server.settings import HttpSettings
 from descant.service.service import Service
 
+Report = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+async def nothing_to_report() -> Mapping[str, Any]:
+    return {}
+
 
 def create_app(
     service: Service,
@@ -43,7 +49,7 @@ def create_app(
     auth: Keys,
     ready: Callable[[], str | None],
     missing: Callable[[], str | None] = lambda: None,
-    report: Callable[[], Mapping[str, Any]] = dict,
+    report: Report = nothing_to_report,
     settings: HttpSettings | None = None,
 ) -> Starlette:
     """The Tinker protocol under ``/api/v1`` over ``service``, with ``/healthz`` and ``/readyz``.
@@ -68,7 +74,7 @@ def create_app(
             auth.principal(request.headers)
         except Unauthorized as error:
             return error_response(error)
-        return json_response(report())
+        return json_response(await report())
 
     own = [
         Route("/readyz", readyz, methods=["GET"]),

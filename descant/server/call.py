@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from descant.errors import UserError
 from descant.server.settings import HttpSettings
 from descant.server.uploads import Uploads
+from descant.types import RequestBody
 from descant.wire import decode, requests
 
 R = TypeVar("R", bound=requests.WireModel)
@@ -91,6 +92,14 @@ class ApiCall:
             except ClientDisconnect:
                 raise UserError("the connection was closed before the body had arrived") from None
             yield
+
+    async def decoded_and_kept(self, limit: int, decoder: Callable[..., T], *arguments: Any) -> tuple[T, RequestBody]:
+        """``decoded``, and the body as it came."""
+
+        def decode(body: bytes) -> tuple[T, RequestBody]:
+            return decoder(body, *arguments), RequestBody(data=body, encoding=self.content_encoding)
+
+        return await self.decoded(limit, decode)
 
     async def decoded(self, limit: int, decoder: Callable[..., T], *arguments: Any) -> T:
         """``decoder(body, *arguments)``. Raises what it raises, ``BodyTooLarge``, and what ``_arriving`` raises."""

@@ -251,10 +251,10 @@ class Routes:
     async def forward_backward(self, call: ApiCall) -> Response:
         limit = self._settings.max_body_bytes
         try:
-            command = await call.decoded(limit, _decode_forward_backward, call.content_encoding, limit)
+            command, body = await call.decoded_and_kept(limit, _decode_forward_backward, call.content_encoding, limit)
         except BodyTooLarge as error:
             raise decode.unread_forward_backward(error.prefix, call.content_encoding, error.message) from None
-        return submitted_response(await self._service.training.forward_backward(call.principal, command))
+        return submitted_response(await self._service.training.forward_backward(call.principal, command, body))
 
     async def optim_step(self, call: ApiCall) -> Response:
         request = await call.json(requests.OptimStepRequest)

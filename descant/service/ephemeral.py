@@ -59,6 +59,10 @@ class EphemeralVersions:
     def num_bytes(self, owner: str) -> int:
         return self._bytes_of_owner.get(owner, 0)
 
+    def of_model(self, model_id: str) -> list[int]:
+        """Their numbers, rising."""
+        return list(self._numbers.get(model_id, ()))
+
     def of_session(self, session_id: str) -> list[Version]:
         return list(self._of_session.get(session_id, {}))
 

@@ -21,8 +21,9 @@ from sqlalchemy.exc import IntegrityError
 from descant.errors import CannotStore, NotFound
 from descant.ports import Clock
 from descant.service.database import Database
+from descant.service.journal import end_command, insert_command
 from descant.service.schema import futures
-from descant.types import Encoded, FutureKey, FutureState
+from descant.types import CommandRecord, Encoded, FutureKey, FutureState
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,9 @@ class SqlFutureStore:
         self._bytes_of_owner: Counter[str] | None = None
         """Of the bodies that are kept. None: not counted yet."""
 
-    async def put(self, *, key: FutureKey, owner: str, base: str, operation: str) -> tuple[str, bool]:
+    async def put(
+        self, *, key: FutureKey, owner: str, base: str, operation: str, command: CommandRecord | None = None
+    ) -> tuple[str, bool]:
         """As the port says. Raises ``CannotStore`` while the disk does not take it, or too many answers wait for it."""
         if self._unsaved_bytes > self._max_unsaved_bytes:
             raise CannotStore("the data directory is full, and what waits for room in it takes all the memory it may")
@@ -91,6 +94,8 @@ class SqlFutureStore:
             found = connection.execute(_FIND, same).scalar_one_or_none()
             if found is None:
                 connection.execute(_INSERT, new)
+                if command is not None:
+                    insert_command(connection, command, owner=owner, base=base, request_id=request_id)
             return found or request_id
 
         self._entries[request_id] = _PendingFuture(state)  # before the row can be seen, so that no waiter can miss it
@@ -104,11 +109,13 @@ class SqlFutureStore:
                 del self._entries[request_id]
         return stands, stands == request_id
 
-    async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
+    async def resolve(
+        self, request_id: str, encoded: Encoded, *, failed: bool = False, loss: float | None = None
+    ) -> None:
         """As the port says; on return it is durable. Who waits is answered from memory at once, not a disk's time
         later, and also when the write fails, which is then tried again whenever another future ends and by
         ``save_unsaved``. Only a process that ends before one of these succeeds loses the answer: the future is then
-        pending at the next start, and fails there, for a client that had not got its answer."""
+        pending at the next start, and its command is done again."""
         entry = await self._find(request_id)
         if isinstance(entry, FutureState):
             return
@@ -118,7 +125,7 @@ class SqlFutureStore:
         answer = entry.answer = replace(entry.state, encoded=encoded, failed=failed)
         entry.done.set_result(answer)
         try:
-            await self._save(answer)
+            await self._save(answer, loss)
         except BaseException as error:
             self._keep(answer)
             if not isinstance(error, Exception):
@@ -157,6 +164,7 @@ class SqlFutureStore:
         if self._bytes_of_owner is None:
             await self._count_bytes()
         num_pruned = await self._forget(futures.c.finished_at < finished_before)
+        num_pruned += await self._forget_interrupted(finished_before)
         ids = list(fetched)
         for start in range(0, len(ids), PRUNE_CHUNK):
             some = futures.c.request_id.in_(ids[start : start + PRUNE_CHUNK])
@@ -184,6 +192,13 @@ class SqlFutureStore:
             if len(found) < PRUNE_CHUNK:
                 break
         return num_forgotten
+
+    async def _forget_interrupted(self, created_before: float) -> int:
+        """Sampling requests of earlier servers: they never end here, and their clients have sent them again."""
+        old = (futures.c.kind == "sample") & futures.c.finished_at.is_(None) & (futures.c.created_at < created_before)
+        ids = [row.request_id for row in await self._database.read(select(futures.c.request_id).where(old))]
+        ids = [request_id for request_id in ids if request_id not in self._entries][:PRUNE_CHUNK]
+        return await self._forget(futures.c.request_id.in_(ids)) if ids else 0
 
     async def _forget_oldest(self, owner: str, excess: int) -> int:
         num_forgotten = 0
@@ -252,7 +267,7 @@ class SqlFutureStore:
             raise NotFound(f"no request {request_id!r}: it never was, or its answer is no longer kept")
         return _state(rows[0])
 
-    async def _save(self, answer: FutureState) -> None:
+    async def _save(self, answer: FutureState, loss: float | None = None) -> None:
         assert answer.encoded is not None
         values = {
             "of": answer.request_id,
@@ -263,7 +278,10 @@ class SqlFutureStore:
         }
 
         def finish(connection: Connection) -> int:
-            return connection.execute(_FINISH, values).rowcount
+            count = connection.execute(_FINISH, values).rowcount
+            if count and answer.key.kind in ("train", "create"):
+                end_command(connection, answer.request_id, failed=answer.failed, loss=loss)
+            return count
 
         if await self._database.write(finish) and self._bytes_of_owner is not None:
             self._bytes_of_owner[answer.owner] += len(answer.encoded.body)

@@ -13,7 +13,7 @@ from descant.errors import Gone, NotFound, ServerError, UserError
 from descant.ports import Clock, FutureStore
 from descant.service.jobs import Job, Jobs
 from descant.service.liveness import Liveness, client_of
-from descant.types import FutureKey, FutureState
+from descant.types import CommandRecord, FutureKey, FutureState
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class FutureService:
         self._reason = reason
         self._abandoned: dict[str, None] = {}
         """The latest sampling requests whose clients did not poll any more."""
+        self._interrupted: frozenset[str] = frozenset()
+        """Sampling requests that did not end before an earlier server did: their clients send them again."""
         self._fetched: dict[str, float] = {}
         """Answers that clients have been given, and when first; the longest ago first."""
 
@@ -74,16 +76,19 @@ class FutureService:
         operation: str,
         begin: Callable[[str], None],
         not_begun: Callable[[], None] | None = None,
+        command: CommandRecord | None = None,
     ) -> str:
         """The future of a submission. ``begin`` is called with its id if it is new, and only then: of the same request
-        sent twice, one begins. Client gone or not, what is in the store is begun."""
+        sent twice, one begins. Client gone or not, what is in the store is begun. ``command`` is kept with it."""
 
         self._liveness.heard_from(client_of(key))
 
         async def put() -> str:
             new = False
             try:
-                request_id, new = await self._store.put(key=key, owner=owner, base=base, operation=operation)
+                request_id, new = await self._store.put(
+                    key=key, owner=owner, base=base, operation=operation, command=command
+                )
             finally:
                 if not new and not_begun is not None:
                     not_begun()
@@ -100,9 +105,13 @@ class FutureService:
         request that was abandoned because its client did not poll: the client sends it again."""
         state = await self._future(principal, request_id)
         client = client_of(state.key)
+        if request_id in self._interrupted:
+            timeout_s = 0.0
         with self._liveness.polling(client, request_id):
             if state.encoded is None and timeout_s > 0:
                 state = await self._store.get(request_id, timeout_s=timeout_s)
+        if request_id in self._interrupted:
+            raise Gone(f"request {request_id!r} did not end before the server was restarted; send it again")
         if request_id in self._abandoned:
             self._liveness.came_back(client.session_id)
             raise Gone(f"request {request_id!r} was abandoned, since its client did not poll for it; send it again")
@@ -112,6 +121,10 @@ class FutureService:
         job = self._jobs.get(request_id)
         reason = self._reason(job) if job is not None else f"{state.operation} is about to end"
         return Pending(request_id=request_id, queue_state="active", reason=reason)
+
+    def interrupted(self, request_ids: Collection[str]) -> None:
+        """Sampling requests of earlier servers. They stay pending in the store, and so are known to later ones."""
+        self._interrupted = frozenset(request_ids)
 
     def fetched_before(self, at: float) -> Sequence[str]:
         """Requests whose answers were fetched before this time of the clock, each returned once."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from descant.errors import ServerError
 from descant.ports import Clock, FutureStore
-from descant.types import Answer, Encoded
+from descant.types import Answer, Encoded, ForwardBackwardOutput
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ class Job:
     """One accepted request. ``num_tokens``: what it puts through the base model, 0 if nothing to speak of.
 
     ``submitted_at``: when the backend got it; until then it waits for its turn in the order of its model.
-    ``on_submit`` is called at that time, ``on_end`` once, however it ends.
+    ``on_submit`` is called at that time, ``on_end`` once, however it ends, and ``on_stored`` when its answer is
+    written down.
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class Job:
     accepted_at: float = 0.0
     on_submit: Callable[[], None] | None = None
     on_end: Callable[[], None] | None = None
+    on_stored: Callable[[], object] | None = None
     submitted_at: float | None = None
     ended: bool = False
     task: asyncio.Task[None] | None = None
@@ -159,7 +161,7 @@ class Jobs:
 
     async def close(self) -> None:
         """Stops everything. Answers are still written, for some seconds; what has not ended stays pending in the store,
-        and fails at the next start."""
+        and goes on at the next start."""
         writing = [job.task for job in self._jobs.values() if job.ended and job.task is not None]
         if writing:
             await asyncio.wait(writing, timeout=CLOSE_TIMEOUT_S)
@@ -180,7 +182,9 @@ class Jobs:
             if delay_s:
                 await self._clock.sleep(delay_s)
             try:
-                await self._futures.resolve(request_id, encoded, failed=isinstance(answer, Exception))
+                await self._futures.resolve(
+                    request_id, encoded, failed=isinstance(answer, Exception), loss=_loss_of(answer)
+                )
                 return
             except Exception:
                 log.exception("the store did not take the answer of request %s", request_id)
@@ -244,6 +248,8 @@ class Jobs:
             await self.resolve(job.request_id, answer)
         finally:
             self._forget(job)
+            if job.on_stored is not None:
+                job.on_stored()
 
     def _forget(self, job: Job) -> None:
         self._jobs.pop(job.request_id, None)
@@ -252,3 +258,7 @@ class Jobs:
             index.discard(job.base, job)
         if job.model_id is not None:
             self._of_model.discard(job.model_id, job)
+
+
+def _loss_of(answer: Answer | Exception) -> float | None:
+    return answer.metrics.get("loss:sum") if isinstance(answer, ForwardBackwardOutput) else None

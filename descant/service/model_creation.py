@@ -10,20 +10,22 @@ from contextlib import suppress
 from descant.errors import CannotStore, Lost, RankDied, UserError
 from descant.ports import Clock
 from descant.service.backends import Backends
-from descant.service.command_queue import CommandQueue, result_of
+from descant.service.command_queue import Finish, QueueWatcher, result_of
 from descant.service.futures import FutureService, Submitted
 from descant.service.jobs import Job, Jobs
-from descant.service.models import LiveModel, Models
+from descant.service.journal import Journal
+from descant.service.models import LiveModel, Models, live_model
 from descant.service.names import model_id_of
 from descant.service.quotas import check_metadata
 from descant.service.registry import ModelRecord, Registry
-from descant.service.saves import Saves, source_of
+from descant.service.saves import Saves, digest_of, source_of
 from descant.service.sessions import Session, Sessions
 from descant.service.settings import ServiceSettings
 from descant.types import (
     MAX_RANK,
     Answer,
     CheckpointSource,
+    CommandRecord,
     CreateModel,
     FutureKey,
     Lora,
@@ -49,6 +51,8 @@ class ModelCreation:
         jobs: Jobs,
         saves: Saves,
         registry: Registry,
+        journal: Journal,
+        watcher: QueueWatcher,
         clock: Clock,
         settings: ServiceSettings,
     ):
@@ -59,6 +63,8 @@ class ModelCreation:
         self._jobs = jobs
         self._saves = saves
         self._registry = registry
+        self._journal = journal
+        self._watcher = watcher
         self._clock = clock
         self._settings = settings
 
@@ -83,7 +89,7 @@ class ModelCreation:
             _check_lora(trainable)
         if optimizer != "adamw":
             raise UserError(f"optimizer_config.type is {optimizer!r}, expected 'adamw'")
-        return await self._create(session, model_seq_id, base, trainable, None, user_metadata, "create_model")
+        return await self._create(session, model_seq_id, base, trainable, None, None, user_metadata, "create_model")
 
     async def load_weights_new(
         self,
@@ -107,7 +113,8 @@ class ModelCreation:
         trainable = checkpoint.manifest.trainable
         self._backends[base].check_trains(trainable, of=path)
         source = source_of(checkpoint, optimizer)
-        return await self._create(session, model_seq_id, base, trainable, source, user_metadata, "load_weights")
+        digest = digest_of(checkpoint.manifest)
+        return await self._create(session, model_seq_id, base, trainable, source, digest, user_metadata, "load_weights")
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -118,6 +125,7 @@ class ModelCreation:
         base: str,
         trainable: Trainable,
         source: CheckpointSource | None,
+        digest: str | None,
         user_metadata: Mapping[str, str] | None,
         operation: str,
     ) -> Submitted:
@@ -142,16 +150,24 @@ class ModelCreation:
             await self._models.reserve(record)
         try:
             key = FutureKey(kind="create", scope=session_id, seq_id=model_seq_id)
-            return await self._begin(key, session, record, source, operation)
+            return await self._begin(key, session, record, source, digest, operation)
         finally:
             if is_new and self._models.get(model_id) is None:
                 self._models.unreserve(record)
 
     async def _begin(
-        self, key: FutureKey, session: Session, record: ModelRecord, source: CheckpointSource | None, operation: str
+        self,
+        key: FutureKey,
+        session: Session,
+        record: ModelRecord,
+        source: CheckpointSource | None,
+        digest: str | None,
+        operation: str,
     ) -> Submitted:
         model_id, base, owner = record.model_id, record.base, record.owner
         stands = await self._registry.add_model(record)
+        arguments = {} if source is None else {"optimizer": source.optimizer, "digest": digest}
+        written = CommandRecord(model_id=model_id, seq_id=0, operation=operation, arguments=arguments)
 
         def begin(request_id: str) -> None:
             job = self._jobs.add(
@@ -161,18 +177,17 @@ class ModelCreation:
                 reason = stands.status_reason or f"its session is over: {session.over}"
                 self._jobs.fail(job, Lost(f"model {model_id!r} is not there any more: {reason}; create another"))
                 return
-            backend = self._backends[base]
-            queue = CommandQueue(
-                model_id=model_id,
-                trainer=backend.trainer,
+            model = live_model(
+                stands,
+                self._backends[base],
                 jobs=self._jobs,
                 clock=self._clock,
                 gap_timeout_s=self._settings.seq_gap_timeout_s,
+                watcher=self._watcher,
             )
-            model = LiveModel(record=stands, backend=backend, queue=queue)
             self._models.add(model)
             command = CreateModel(model_id=model_id, trainable=record.trainable, source=source)
-            self._jobs.start(job, self._created(model, command, queue.create(command), operation))
+            model.queue.create(command, job=job, finish=self.finish(model, operation))
 
         request_id = await self._futures.accept(
             key=key,
@@ -180,30 +195,45 @@ class ModelCreation:
             base=base,
             operation=operation,
             begin=begin,
+            command=written,
         )
         return Submitted(request_id=request_id, model_id=model_id)
 
-    async def _created(
-        self, model: LiveModel, command: CreateModel, outcome: asyncio.Future[Result], operation: str
-    ) -> Answer:
-        model_id = model.record.model_id
-        try:
+    # ------------------------------------------------------------------------------------------------ again
+    def finish(self, model: LiveModel, operation: str) -> Finish:
+        """What is done once its trainer has the model: the first time, and again after a death on the way."""
+
+        async def created(outcome: asyncio.Future[Result]) -> Answer:
+            model_id = model.record.model_id
             try:
                 created = await result_of(outcome, ModelCreated)
-            except RankDied as died:
-                # Nothing of it is lost, so it is made on the next rank; but if that dies too, it may be of this.
-                log.info("model %s is made again: %s", model_id, died)
-                created = await result_of(model.queue.create(command), ModelCreated)
-        except Exception as error:
-            self._models.remove(model)
-            model.queue.end("the model could not be created")
-            with suppress(CannotStore):  # the registry goes on to say that it is being created
-                await self._registry.set_model_status(model_id, "failed", reason=f"it could not be created: {error}")
-            raise
-        if operation == "load_weights":
-            assert model.record.source_uri is not None
-            return WeightsLoaded(path=model.record.source_uri, model_id=model_id)
+            except RankDied:
+                raise
+            except Exception as error:
+                self._models.remove(model)
+                model.lost = True
+                model.queue.end("the model could not be created")
+                with suppress(CannotStore):  # the registry goes on to say that it is being created
+                    await self._registry.set_model_status(
+                        model_id, "failed", reason=f"it could not be created: {error}"
+                    )
+                    await self._journal.forget([model_id])
+                raise
+            if operation == "load_weights":
+                assert model.record.source_uri is not None
+                return WeightsLoaded(path=model.record.source_uri, model_id=model_id)
+            return created
+
         return created
+
+    async def command(self, model: ModelRecord, record: CommandRecord) -> CreateModel:
+        """As it was asked for. Raises ``DescantError`` where the checkpoint that it was made from is not there, or is
+        another."""
+        source = None
+        if model.source_uri is not None:
+            checkpoint = await self._saves.same(model.source_uri, record.arguments["digest"])
+            source = source_of(checkpoint, record.arguments["optimizer"])
+        return CreateModel(model_id=model.model_id, trainable=model.trainable, source=source)
 
 
 def _check_lora(lora: Lora) -> None:

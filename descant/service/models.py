@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from descant.errors import NotFound
+from descant.ports import Clock
 from descant.service.backends import Backend, Backends
-from descant.service.command_queue import CommandQueue
+from descant.service.command_queue import CommandQueue, QueueWatcher
+from descant.service.jobs import Jobs
 from descant.service.quotas import Quotas, model_bytes
 from descant.service.registry import ModelRecord, Registry
 
 
 @dataclass(slots=True, eq=False)
+class RecoveryProgress:
+    """Of a recovery: commands that are done again, of how many."""
+
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class LiveModel:
-    """A model that a trainer has, in memory. ``lost``: it had."""
+    """A model that a trainer has, in memory. ``lost``: it had.
+
+    ``recovering``: its trainer has it not yet again. ``snapshots``: the last commands in those of its automatic
+    snapshots that are kept, rising; ``oldest``: where a recovery may begin at the earliest, 0: at its creation.
+    ``loads``: it was made from a checkpoint, which may be replaced or end. ``deaths``: how often its rank died while
+    it ran a command, by seq_id.
+    """
 
     record: ModelRecord
     backend: Backend
     queue: CommandQueue
     lost: bool = False
+    recovering: RecoveryProgress | None = None
+    snapshots: list[int] = field(default_factory=list)
+    oldest: int = 0
+    loads: bool = False
+    deaths: Counter[int] = field(default_factory=Counter)
+
+
+def live_model(
+    record: ModelRecord,
+    backend: Backend,
+    *,
+    jobs: Jobs,
+    clock: Clock,
+    gap_timeout_s: float,
+    watcher: QueueWatcher,
+    next_seq_id: int = 1,
+) -> LiveModel:
+    """One that its trainer is to have. ``next_seq_id``: as of ``CommandQueue``."""
+    queue = CommandQueue(
+        model_id=record.model_id,
+        trainer=backend.trainer,
+        jobs=jobs,
+        clock=clock,
+        gap_timeout_s=gap_timeout_s,
+        watcher=watcher,
+        next_seq_id=next_seq_id,
+    )
+    return LiveModel(record=record, backend=backend, queue=queue, loads=record.source_uri is not None)
 
 
 class Models:
@@ -34,6 +79,8 @@ class Models:
         self._of_base: dict[str, dict[str, LiveModel]] = {base: {} for base in backends}
         self._of_owner: dict[str, dict[str, int]] = {}
         """The bytes of each owner's models, by id; those that are being created count as well."""
+        self.ending: dict[str, LiveModel] = {}
+        """Models whose session is over and that still do what they were asked before."""
         self._behind: dict[str, LiveModel] = {}
         """Those that have requests waiting for earlier ones, and some that had."""
 
@@ -50,6 +97,10 @@ class Models:
     def get(self, model_id: str) -> LiveModel | None:
         """One that a trainer has, of any owner."""
         return self._models.get(model_id)
+
+    def find_ending(self, model_id: str) -> LiveModel | None:
+        """Also one whose session is over, while what it was asked before has not ended."""
+        return self._models.get(model_id) or self.ending.get(model_id)
 
     def of_base(self, base: str) -> Sequence[LiveModel]:
         """All that its trainer has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from descant.errors import NotFound, UserError
 from descant.ports import CheckpointStore, Engine
@@ -116,6 +116,30 @@ class Publications:
             await self._engine.publish(snapshot_of(checkpoint))
             await self._has_published(version)
 
+    async def publish_again(self, ref: SnapshotRef, samplers: Mapping[str, SamplerKind]) -> None:
+        """After a death: for the sessions that it was held for, and their kinds."""
+        version = ref.version
+        await self._engine.publish(ref)
+        self._users.setdefault(version, set()).update(samplers)
+        for sampling_session_id, kind in samplers.items():
+            if kind == "inflight":
+                self._following[sampling_session_id] = version.model_id
+        await self._has_published(version)
+
+    def follow(self, sampling_session_id: str, version: Version) -> None:
+        """An inflight session of an earlier server, whose model's newest is to be published again."""
+        self._following[sampling_session_id] = version.model_id
+        newest = self._newest.get(version.model_id)
+        if newest is None or newest.number < version.number:
+            self._newest[version.model_id] = version
+
+    def kind_of(self, sampling_session_id: str) -> SamplerKind:
+        return "inflight" if sampling_session_id in self._following else "snapshot"
+
+    def interrupt(self, version: Version) -> None:
+        """The engine holds it no more, and will again: who uses it is remembered."""
+        self._published.discard(version)
+
     def holds(self, version: Version | None) -> bool:
         return version in self._published
 
@@ -153,6 +177,11 @@ class Publications:
                 self._following.pop(sampling_session_id, None)
             self._drop(version)
             await self._engine.release(version)
+
+    @property
+    def versions(self) -> Collection[Version]:
+        """That it holds."""
+        return frozenset(self._published)
 
     def users(self, version: Version) -> Collection[str]:
         """The sampling sessions that it is held for."""

@@ -91,6 +91,16 @@ class Quotas:
                 "are forgotten some days after their session has ended (service.keep_ended_s)"
             )
 
+    def check_journal(self, have_bytes: int, num_bytes: int) -> None:
+        """``have_bytes`` of bodies that would be repeated after a death; one more has ``num_bytes``."""
+        most = self.settings.journal_bytes
+        if most is not None and have_bytes + num_bytes > most:
+            raise QuotaExceeded(
+                f"this request has {num_bytes} bytes beside the {have_bytes} of yours that would be repeated after a "
+                f"death, expected at most {most} together (quota.journal_bytes); after an optimiser step those before "
+                "it are forgotten"
+            )
+
     def check_checkpoints(self, have: int, have_bytes: int, num_bytes: int) -> None:
         """``have_bytes`` of ``have`` checkpoints, without one that is to be replaced; one more takes ``num_bytes``."""
         settings = self.settings

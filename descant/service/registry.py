@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 
 from descant.service import schema
 from descant.service.database import Database
-from descant.types import CheckpointName, Trainable, Version, trainable_from_json, trainable_to_json
+from descant.types import CheckpointName, SamplerKind, Trainable, Version, trainable_from_json, trainable_to_json
 
 ModelStatus = Literal["live", "lost", "deleted", "failed"]
 """lost: was live when its rank or the server ended. failed: was never created."""
@@ -64,7 +64,7 @@ class ModelRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSessionRecord:
     """``version`` None samples the base. ``model_path`` None with a version: ephemeral, it has no file.
-    ``status_reason``: why it was released, for a sentence."""
+    ``kind``: of an ephemeral one. ``status_reason``: why it was released, for a sentence."""
 
     sampling_session_id: str
     session_id: str
@@ -73,6 +73,7 @@ class SamplingSessionRecord:
     created_at: float
     model_path: str | None = None
     version: Version | None = None
+    kind: SamplerKind | None = None
     status: SamplingStatus = "live"
     status_reason: str | None = None
 
@@ -185,6 +186,9 @@ class Registry:
         rows = await self._read(select(schema.models).where(schema.models.c.model_id == model_id))
         return _model(rows[0]) if rows else None
 
+    async def live_models(self) -> Sequence[ModelRecord]:
+        return [_model(row) for row in await self._read(select(schema.models).where(_MODEL_LIVE))]
+
     async def set_model_status(self, model_id: str, status: ModelStatus, *, reason: str) -> None:
         await self._write(
             update(schema.models)
@@ -192,31 +196,22 @@ class Registry:
             .values(status=status, status_reason=reason)
         )
 
-    async def lose(
-        self,
-        *,
-        base: str | None,
-        reason: str,
-        models: Collection[str] | None = None,
-        versions: Collection[Version] = (),
-    ) -> None:
-        """Everything that lived in memory on this base (None: on any) is lost: models and ephemeral samplers. With
-        ``models``: only those, and the samplers of ``versions``."""
+    async def set_ended_reason(self, model_id: str, reason: str) -> None:
+        """Of a model whose session is over."""
+        of = (schema.models.c.model_id == model_id) & (schema.models.c.status == "deleted")
+        await self._write(update(schema.models).where(of).values(status_reason=reason))
+
+    async def lose(self, *, models: Collection[str], versions: Collection[Version], reason: str) -> None:
+        """These models are lost, and the ephemeral samplers of these versions."""
         samplers = schema.sampling_sessions
-        lost_models = update(schema.models).where(_MODEL_LIVE).values(status="lost", status_reason=reason)
-        lost_samplers = (
-            update(samplers)
-            .where(samplers.c.status == "live", samplers.c.model_path.is_(None), samplers.c.version_number.is_not(None))
-            .values(status="lost")
+        lost_models = update(schema.models).where(_MODEL_LIVE, schema.models.c.model_id.in_(models))
+        named = tuple_(samplers.c.version_model_id, samplers.c.version_number)
+        lost_samplers = update(samplers).where(
+            samplers.c.status == "live",
+            samplers.c.model_path.is_(None),
+            named.in_([(version.model_id, version.number) for version in versions]),
         )
-        if base is not None:
-            lost_models = lost_models.where(schema.models.c.base == base)
-            lost_samplers = lost_samplers.where(samplers.c.base == base)
-        if models is not None:
-            named = tuple_(samplers.c.version_model_id, samplers.c.version_number)
-            lost_models = lost_models.where(schema.models.c.model_id.in_(models))
-            lost_samplers = lost_samplers.where(named.in_([(v.model_id, v.number) for v in versions]))
-        await self._write(lost_models, lost_samplers)
+        await self._write(lost_models.values(status="lost", status_reason=reason), lost_samplers.values(status="lost"))
 
     # ------------------------------------------------------------------------------------------------ samplers
     async def add_sampling_session(self, record: SamplingSessionRecord) -> SamplingSessionRecord:
@@ -235,6 +230,13 @@ class Registry:
         table = schema.sampling_sessions
         rows = await self._read(select(table).where(table.c.sampling_session_id == sampling_session_id))
         return _sampling_session(rows[0]) if rows else None
+
+    async def live_ephemeral(self) -> Sequence[SamplingSessionRecord]:
+        """Those without a file that are live."""
+        table = schema.sampling_sessions
+        unnamed = table.c.model_path.is_(None) & table.c.version_number.is_not(None)
+        rows = await self._read(select(table).where(table.c.status == "live", unnamed))
+        return [_sampling_session(row) for row in rows]
 
     async def num_samplers(self, owner: str) -> int:
         """Live ones of the base or of files."""
@@ -386,6 +388,7 @@ def _sampling_session(row: Row[Any]) -> SamplingSessionRecord:
         created_at=row.created_at,
         model_path=row.model_path,
         version=version,
+        kind=row.kind,
         status=row.status,
         status_reason=row.status_reason,
     )

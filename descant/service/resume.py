@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from descant.errors import Lost, RankDied
+from descant.errors import Lost
 from descant.ports import CheckpointStore
 from descant.service.names import parse_path
 from descant.service.registry import ModelRecord, Registry, SamplingSessionRecord
@@ -21,11 +21,9 @@ class Resume:
         self._registry = registry
         self._checkpoints = checkpoints
 
-    async def model(self, model_id: str, died: RankDied | None = None) -> Lost:
-        """``died``: what has just taken it along; the registry may not know yet."""
+    async def model(self, model_id: str) -> Lost:
         record = await self._registry.model(model_id)
         why = record.status_reason if record is not None and record.status_reason else "its process ended"
-        why = why if died is None else died.message
         return Lost(f"model {model_id!r} is lost ({why}); {await self._where(model_id, record)}")
 
     async def sampler(self, sampler: SamplingSessionRecord) -> Lost:
@@ -41,8 +39,8 @@ class Resume:
         )
 
     async def interrupted(self, pending: Sequence[FutureState]) -> Mapping[str, Lost]:
-        """By request id, for futures that were pending when the server ended. Many may be of one model or sampler,
-        which is looked up once."""
+        """By request id, for futures that were pending when the server ended and cannot go on. Many may be of one model
+        or sampler, which is looked up once."""
         whys: dict[tuple[str, str], str] = {}
         for state in pending:
             kind, scope = state.key.kind, state.key.scope

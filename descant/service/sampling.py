@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from descant.errors import DescantError, Gone, NotFound, Overloaded, RankDied, UserError
 from descant.ports import CheckpointStore, Clock
@@ -33,6 +34,19 @@ from descant.types import (
 
 DEATH_PAUSE_S = 0.2
 """After a rank's death, until it is known what was lost with it."""
+
+MAX_DEATHS = 3
+"""A request during which so many ranks died, the last time while none like it was running, is not tried again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Awaited:
+    """An unnamed version that the recovery of its model publishes again, or gives up: then ``done``."""
+
+    base: str
+    samplers: dict[str, SamplerKind]
+    """The sessions that it is held for."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +98,14 @@ class Sampling:
             base: Publications(engine=backends[base].engine, checkpoints=checkpoints, dropped=self._ephemeral.remove)
             for base in backends
         }
+        self._awaited: dict[Version, _Awaited] = {}
+        """Those that are to be published again."""
+        self._suspects = {base: asyncio.Lock() for base in backends}
+        """Held by the one request that runs of those that may be what ranks die of."""
         self._retiring: dict[Version, str] = {}
         """Those that are being released and why, until the registry says it."""
+        self.waiting: dict[str, str] = {}
+        """Requests that wait for the recovery of a model, and its id."""
         self._samplers: dict[str, SamplingSessionRecord] = {}
         """Those sampled since the start, of open sessions."""
         most = SamplingLoad(
@@ -203,6 +223,7 @@ class Sampling:
             base=model.base,
             created_at=self._clock.now(),
             version=ref.version,
+            kind=kind,
         )
         num_bytes = version_bytes(backend.facts, ref.trainable)
         try:
@@ -225,8 +246,74 @@ class Sampling:
                 self._ephemeral.remove(ref.version)
             raise
         finally:
+            if (awaited := self._awaited.pop(ref.version, None)) is not None:  # an earlier server had begun with it
+                awaited.done.set()
             self._ephemeral.end(ref.version, self._clock.monotonic())
             await drop(backend.trainer, ref)
+
+    # ------------------------------------------------------------------------------------------------ after a death
+    def in_use(self, model_id: str) -> Collection[int]:
+        """The numbers of a model's unnamed versions that are held for sessions."""
+        awaited = (version.number for version in self._awaited if version.model_id == model_id)
+        return {*self._ephemeral.of_model(model_id), *awaited}
+
+    def expect(self, sampler: SamplingSessionRecord, version: Version) -> None:
+        """An ephemeral session of an earlier server: the recovery of its model publishes its weights again, or of an
+        inflight one those that it follows by now."""
+        self._samplers[sampler.sampling_session_id] = sampler
+        if (session := self._sessions.get(sampler.session_id)) is not None:
+            session.samplers.add(sampler.sampling_session_id)
+        awaited = self._awaited.setdefault(version, _Awaited(base=sampler.base, samplers={}))
+        awaited.samplers[sampler.sampling_session_id] = sampler.kind or self._settings.sampler_kind
+        if sampler.kind == "inflight":
+            self._publications[sampler.base].follow(sampler.sampling_session_id, version)
+
+    def interrupt(self, base: str, version: Version) -> None:
+        """Its engine died, and the recovery of its model publishes it again: requests for it wait."""
+        publications = self._publications[base]
+        users = publications.users(version)
+        publications.interrupt(version)
+        samplers = {user: publications.kind_of(user) for user in users}
+        self._awaited.setdefault(version, _Awaited(base=base, samplers=samplers))
+
+    def published(self, base: str) -> Collection[Version]:
+        """What its engine holds."""
+        return self._publications[base].versions
+
+    def is_unnamed(self, version: Version) -> bool:
+        return version in self._ephemeral
+
+    def awaits(self, version: Version) -> bool:
+        return version in self._awaited
+
+    async def publish_again(self, model: ModelRecord, ref: SnapshotRef) -> None:
+        """An awaited version is there again, or nobody needs it any more. The snapshot is dropped either way."""
+        version, now = ref.version, self._clock.monotonic()
+        publications, backend = self._publications[model.base], self._backends[model.base]
+        awaited = self._awaited.get(version)
+        try:
+            if awaited is None:
+                return
+            num_bytes = version_bytes(backend.facts, ref.trainable)
+            self._ephemeral.add(version, base=model.base, owner=model.owner, num_bytes=num_bytes, now=now)
+            await publications.publish_again(ref, awaited.samplers)
+            if self._awaited.pop(version, None) is None:  # its session ended, or it was released meanwhile
+                await publications.retire(version)
+            awaited.done.set()
+        finally:
+            await drop(backend.trainer, ref)
+
+    def give_up(self, model_id: str, *, but: Collection[int] = ()) -> Collection[Version]:
+        """Those of a model that are not published again, ``but`` for these numbers, whose save has no answer yet: they
+        are lost. Who waits for them hears of it."""
+        lost = [v for v in self._awaited if v.model_id == model_id and v.number not in but]
+        for version in lost:
+            awaited = self._awaited.pop(version)
+            for publications in self._publications.values():
+                publications.forget([version])
+            self._ephemeral.remove(version)
+            awaited.done.set()
+        return lost
 
     async def release_outdated(self) -> None:
         """Weights saved without a name that are neither new nor were sampled lately."""
@@ -257,6 +344,9 @@ class Sampling:
 
     async def _release(self, version: Version, why: str) -> None:
         publications = next((p for p in self._publications.values() if p.holds(version)), None)
+        if (awaited := self._awaited.pop(version, None)) is not None:  # it is not published again
+            awaited.done.set()
+            publications = self._publications[awaited.base]
         if publications is None:
             return  # it was lost meanwhile, or its session ended
         users = publications.users(version)
@@ -301,6 +391,8 @@ class Sampling:
     ) -> SampleOutput:
         publications = self._publications[sampler.base]
         version = publications.version_for(sampler)
+        if version is not None and version in self._awaited:
+            await self._published_again(request_id, version)
         if sampler.ephemeral and (version in self._retiring or not publications.holds(version)):
             raise await self._not_held(sampler, version)
         if version is None:
@@ -340,24 +432,45 @@ class Sampling:
         num_deaths = 0
         while True:
             version = publications.version_for(sampler)
+            if version is not None and version in self._awaited:
+                await self._published_again(request_id, version)
+                continue
             if sampler.ephemeral and not publications.holds(version):
                 raise await self._not_held(sampler, version)
             try:
                 await publications.provide(sampler)
                 request = replace(request, version=publications.version_for(sampler))
-                return await sample_whole(self._backends[sampler.base].engine, request)
+                if num_deaths < MAX_DEATHS - 1:
+                    return await sample_whole(self._backends[sampler.base].engine, request)
+                async with self._suspects[sampler.base]:
+                    return await sample_whole(self._backends[sampler.base].engine, request)
             except Overloaded as error:  # the request was accepted here, so it waits here
                 if self._clock.monotonic() >= deadline:
                     raise
                 await self._clock.sleep(error.retry_after_s)
-            except RankDied:  # nothing of it has been sent yet; but if the next one dies too, it may be of this
+            except RankDied:  # nothing of it has been sent yet; but if they die again and again, it may be of this
                 num_deaths += 1
-                if num_deaths > 1:
+                if num_deaths >= MAX_DEATHS:
                     raise
                 await self._clock.sleep(DEATH_PAUSE_S)
-            except NotFound:  # its version was replaced on the way
-                if request.version == publications.version_for(sampler):
-                    raise
+            except NotFound:  # its version was replaced on the way, or its rank died a moment ago
+                if self._still_samples(sampler, request.version):
+                    await self._clock.sleep(DEATH_PAUSE_S)
+                    if self._still_samples(sampler, request.version):
+                        raise
+
+    def _still_samples(self, sampler: SamplingSessionRecord, version: Version | None) -> bool:
+        publications = self._publications[sampler.base]
+        return version == publications.version_for(sampler) and publications.holds(version)
+
+    async def _published_again(self, request_id: str, version: Version) -> None:
+        """Waits until the recovery of the version's model has come so far; it ends by itself, one way or the other."""
+        awaited = self._awaited[version]
+        self.waiting[request_id] = version.model_id
+        try:
+            await awaited.done.wait()
+        finally:
+            self.waiting.pop(request_id, None)
 
 
 def _taken(sampling_session_id: str) -> str:

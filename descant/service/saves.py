@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +15,7 @@ from descant.service.locks import KeyedLocks
 from descant.service.names import parse_path
 from descant.service.quotas import Quotas
 from descant.service.registry import Registry
-from descant.types import Checkpoint, CheckpointName, CheckpointSource, SnapshotRef
+from descant.types import Checkpoint, CheckpointName, CheckpointSource, Manifest, SnapshotRef
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,12 @@ def source_of(checkpoint: Checkpoint, optimizer: bool) -> CheckpointSource:
             "create_training_client_from_state begins with a fresh one"
         )
     return CheckpointSource(uri=checkpoint.name.uri, directory=checkpoint.directory, optimizer=optimizer)
+
+
+def digest_of(manifest: Manifest) -> str:
+    """By which a checkpoint's contents are known again."""
+    files = sorted((path, entry.sha256) for path, entry in manifest.files.items())
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 class Saves:
@@ -97,6 +105,8 @@ class Saves:
         try:
             self.check_room()
             async with self._locks.hold(name):
+                if (committed_before := await self._same_save(ref, name)) is not None:
+                    return committed_before
                 existed = await self._exists(name)
                 if existed and not overwrite:
                     other = " or pass overwrite=True" if name.type == "weights" else ""  # save_state alone takes it
@@ -139,6 +149,22 @@ class Saves:
         if checkpoint.manifest.owner != principal:
             raise missing
         return checkpoint
+
+    async def same(self, path: str, digest: str) -> Checkpoint:
+        """The checkpoint that had this digest. Raises ``NotFound`` where another is there now, or none."""
+        checkpoint = await self._checkpoints.open(parse_path(path))
+        if digest_of(checkpoint.manifest) != digest:
+            raise NotFound(f"{path} is another checkpoint than it was")
+        return checkpoint
+
+    async def _same_save(self, ref: SnapshotRef, name: CheckpointName) -> Checkpoint | None:
+        """What this very save has committed already, before a death that kept its answer from being written."""
+        try:
+            checkpoint = await self._checkpoints.open(name)
+        except (NotFound, Damaged):
+            return None
+        same = checkpoint.manifest.applied_seq_id == ref.version.number == ref.applied_seq_id
+        return checkpoint if same and name.model_id == ref.version.model_id else None
 
     async def delete_expired(self) -> None:
         for uri in await self._registry.expired_checkpoints(self._clock.now()):

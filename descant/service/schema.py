@@ -92,6 +92,8 @@ sampling_sessions = Table(
     Column("model_path", String),
     Column("version_model_id", String),
     Column("version_number", BigInteger),
+    # snapshot or inflight, of one without a file.
+    Column("kind", String),
     Index("sampling_sessions_of_owner", "owner", "status"),
     Index("sampling_sessions_released_at", "released_at"),
 )
@@ -134,6 +136,41 @@ futures = Table(
     Index("futures_of_owner_finished_at", "owner", "finished_at"),
 )
 
+commands = Table(
+    "commands",
+    metadata,
+    # What each live model was asked for since its oldest snapshot that is kept, written with the command's future.
+    Column("model_id", String, primary_key=True),
+    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("owner", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("format", Integer, nullable=False),
+    Column("operation", String, nullable=False),
+    Column("arguments", JSON, nullable=False),
+    Column("body", LargeBinary),
+    Column("encoding", String),
+    Column("file", String),
+    Column("num_bytes", BigInteger, nullable=False),
+    # None for an id that was consumed, which has no future.
+    Column("request_id", String, unique=True),
+    # None: it has no answer yet.
+    Column("failed", Boolean),
+    Column("loss", Float),
+    Index("commands_of_owner", "owner"),
+)
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    # The server's own checkpoints of live models: what a recovery begins with. ``seq_id``: the last command in it.
+    Column("model_id", String, primary_key=True),
+    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("owner", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+)
+
 
 def create_first_tables(connection: Connection) -> None:
     """As they are now: what tables of that time lack, the later migrations add."""
@@ -161,6 +198,26 @@ def rename_lora_to_trainable(connection: Connection) -> None:
         connection.execute(update(models).where(models.c.model_id == model_id).values(trainable=trainable))
 
 
+def keep_commands(connection: Connection) -> None:
+    """The journal. What lived in an older server's memory cannot be had again from it, and is lost once more."""
+    for table in (commands, snapshots):
+        table.create(connection, checkfirst=True)
+    columns = {have["name"] for have in inspect(connection).get_columns(sampling_sessions.name)}
+    if sampling_sessions.c.kind.name not in columns:
+        connection.execute(AddColumn(sampling_sessions.c.kind))
+    reason = "the server was restarted"
+    connection.execute(update(models).where(models.c.status == "live").values(status="lost", status_reason=reason))
+    connection.execute(
+        update(sampling_sessions)
+        .where(
+            sampling_sessions.c.status == "live",
+            sampling_sessions.c.model_path.is_(None),
+            sampling_sessions.c.version_number.is_not(None),
+        )
+        .values(status="lost")
+    )
+
+
 class AddColumn(DDLElement):
     """SQLAlchemy Core has no word for it. The column may be null, or has a default."""
 
@@ -174,7 +231,12 @@ def _add_column(element: AddColumn, compiler: DDLCompiler, **_: object) -> str:
     return f"ALTER TABLE {table} ADD COLUMN {compiler.get_column_specification(element.column)}"
 
 
-MIGRATIONS: Sequence[Callable[[Connection], None]] = (create_first_tables, count_by_owner, rename_lora_to_trainable)
+MIGRATIONS: Sequence[Callable[[Connection], None]] = (
+    create_first_tables,
+    count_by_owner,
+    rename_lora_to_trainable,
+    keep_commands,
+)
 """``MIGRATIONS[n]`` takes a database from version n to n + 1. Append only: what ran somewhere stays as it is (a
 migration that needs the tables as they were then writes them out itself)."""
 

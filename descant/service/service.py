@@ -23,28 +23,47 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from descant.errors import CannotStore, DescantError, Gone, Lost, ServerError
+from descant.errors import CannotStore, DescantError, Gone, ServerError
 from descant.ports import CheckpointStore, Clock, FutureStore, Progress
+from descant.service.automatic_snapshots import AutomaticSnapshots
 from descant.service.backends import Backend, Backends
+from descant.service.command_queue import result_of
 from descant.service.futures import FutureService
 from descant.service.jobs import Job, Jobs
+from descant.service.journal import Journal
 from descant.service.liveness import Action, Client, Lapse, Liveness, policy
 from descant.service.model_creation import ModelCreation
 from descant.service.models import LiveModel, Models
 from descant.service.quotas import Quotas, check_labels, check_metadata
+from descant.service.recovery import Recovery
 from descant.service.registry import Registry, SessionRecord
+from descant.service.restart import Restart
 from descant.service.resume import Resume
 from descant.service.sampling import Sampling
 from descant.service.saves import Saves
 from descant.service.sessions import Session, Sessions
 from descant.service.settings import QuotaSettings, ServiceSettings
 from descant.service.training import Training
-from descant.types import Answer, Encoded, ModelFacts, Version
+from descant.types import (
+    Answer,
+    CheckpointName,
+    Encoded,
+    ForwardBackward,
+    ModelFacts,
+    RequestBody,
+    Snapshot,
+    SnapshotRef,
+    Version,
+)
 
 log = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
 """A rank answers between two turns; one in a long turn is left out."""
+
+
+SILENT_NAME = "when-silent"
+"""Of the checkpoint that a model of a client that went silent leaves."""
 
 
 class Service:
@@ -58,14 +77,19 @@ class Service:
         futures: FutureStore,
         checkpoints: CheckpointStore,
         registry: Registry,
+        journal: Journal,
+        snapshots: CheckpointStore,
         clock: Clock,
         encode: Callable[[Answer | Exception], Encoded],
+        decode: Callable[[RequestBody], ForwardBackward],
         settings: ServiceSettings | None = None,
         quotas: QuotaSettings | None = None,
         trouble: Callable[[], str | None] = lambda: None,
         stats_timeout_s: float = STATS_TIMEOUT_S,
     ):
-        """``trouble``: why the data directory takes nothing new, or None (``DataDirectory.trouble``)."""
+        """``snapshots``: for what models are made from again after a death; no client can name what is in it.
+        ``decode``: a forward or backward from a body that was decoded before. ``trouble``: why the data directory
+        takes nothing new, or None (``DataDirectory.trouble``)."""
         self._trouble = trouble
         self._stats_timeout_s = stats_timeout_s
         self._backends = Backends(backends)
@@ -103,6 +127,26 @@ class Service:
             quotas=checks,
         )
         self._models = models = Models(backends=self._backends, registry=registry, quotas=checks)
+        self._journal = journal
+        self._snapshots = automatic = AutomaticSnapshots(
+            store=snapshots,
+            journal=journal,
+            jobs=jobs,
+            clock=clock,
+            settings=settings,
+            in_use=self.sampling.in_use,
+            trouble=trouble,
+        )
+        self.recovery = recovery = Recovery(
+            backends=self._backends,
+            models=models,
+            journal=journal,
+            snapshots=automatic,
+            jobs=jobs,
+            clock=clock,
+            lose=self._lose_model,
+            lose_versions=self._lose_versions,
+        )
         self.creation = ModelCreation(
             backends=self._backends,
             sessions=sessions,
@@ -111,6 +155,8 @@ class Service:
             jobs=jobs,
             saves=saves,
             registry=registry,
+            journal=journal,
+            watcher=recovery,
             clock=clock,
             settings=settings,
         )
@@ -122,6 +168,23 @@ class Service:
             saves=saves,
             resume=resume,
             sampling=self.sampling,
+            journal=journal,
+            quotas=checks,
+            decode=decode,
+            settings=settings,
+        )
+        recovery.training, recovery.creation, recovery.sampling = self.training, self.creation, self.sampling
+        self._restart = Restart(
+            backends=self._backends,
+            sessions=sessions,
+            models=models,
+            registry=registry,
+            journal=journal,
+            snapshots=automatic,
+            recovery=recovery,
+            sampling=self.sampling,
+            jobs=jobs,
+            clock=clock,
             settings=settings,
         )
         self._unwritten: list[tuple[Callable[[], Awaitable[None]], Sequence[LiveModel]]] = []
@@ -134,34 +197,83 @@ class Service:
 
     # ------------------------------------------------------------------------------------------------ life
     async def start(self) -> None:
-        """Recovers: models that were live become lost, futures that were pending fail naming where to resume."""
+        """Goes on where an earlier server has ended: its models are made again in the background, and what has no
+        answer gets it then. Sampling requests are sent again by their clients. What cannot go on fails."""
         await self._sessions.recover()
         await self._saves.recover()
-        await self._registry.lose(base=None, reason="the server was restarted")
-        pending = await self._future_store.pending()
-        errors = await self._resume.interrupted(pending)
+        pending = {state.request_id: state for state in await self._future_store.pending()}
+        going_on = await self._restart.run(pending.keys())
+        samples = {request_id for request_id, state in pending.items() if state.key.kind == "sample"}
+        self.futures.interrupted(samples)
+        rest = [state for request_id, state in pending.items() if request_id not in going_on | samples]
+        errors = await self._resume.interrupted(rest)
         await asyncio.gather(*(self._jobs.resolve(request_id, error) for request_id, error in errors.items()))
-        if pending:
-            log.info("%d requests were pending when the server ended; they have failed", len(pending))
         self._sweeper = asyncio.create_task(self._sweep_for_ever(), name="service sweeper")
 
     async def close(self) -> None:
-        """Stops. Accepted requests that have not ended stay pending and fail at the next start. Idempotent."""
+        """Stops. Accepted requests that have not ended stay pending and go on at the next start. Idempotent."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         await self._jobs.close()
 
     async def backend_restarted(
-        self, base: str, *, models: Collection[str] | None = None, versions: Collection[Version] = ()
+        self, base: str, *, models: Collection[str] | None = None, versions: Collection[Version] | None = None
     ) -> None:
-        """To be called when a base's process has died, before or after another takes its place: whatever lived in it
-        is lost. Its models' pending requests fail, and so does every later one, naming where to resume.
+        """To be called when a base's process has died, before or after another takes its place: what lived in it is
+        made again. Its models' requests wait for that.
 
-        ``models`` None: it was the base's only process. Else the base has several, and lost are these models and the
+        ``models`` None: it was the base's only process. Else the base has several, and gone are these models and the
         published ``versions``; other requests go on."""
-        reason = "the process that held it ended and was started again"
-        await self._lose(self._backends.served(base), reason, models=models, versions=versions)
+        base = self._backends.served(base)
+        gone = [
+            model
+            for model in (*self._models.of_base(base), *self._models.ending.values())
+            if model.record.base == base and not model.lost and (models is None or model.record.model_id in models)
+        ]
+        if versions is None:
+            versions = self.sampling.published(base) if models is None else ()
+        gone += self._with_versions(gone, versions)
+        for model in gone:
+            model.queue.hold()
+        lost = self._interrupt_versions(base, gone, versions)
+        for model in gone:
+            self.recovery.interrupted(model)
+        await self._lose_versions(base, lost)
+
+    def _with_versions(self, gone: Sequence[LiveModel], versions: Collection[Version]) -> list[LiveModel]:
+        """Models that are there, and of which unnamed versions in use are not: to publish these again a model is made
+        again too."""
+        known = {model.record.model_id for model in gone}
+        unnamed = [version for version in versions if self.sampling.is_unnamed(version)]
+        found = {version.model_id: self._models.get(version.model_id) for version in unnamed}
+        return [
+            model
+            for model_id, model in found.items()
+            if model is not None
+            and not model.lost
+            and model_id not in known
+            and any(self._snapshots.can_repeat(model, v.number) for v in unnamed if v.model_id == model_id)
+        ]
+
+    def _interrupt_versions(
+        self, base: str, models: Sequence[LiveModel], versions: Collection[Version]
+    ) -> list[Version]:
+        """Which of these are lost: the others are published again by the recovery of their models, or when they are
+        asked for, from a file."""
+        recovering = {model.record.model_id: model for model in models}
+        lost = []
+        for version in versions:
+            model = recovering.get(version.model_id)
+            if (
+                model is not None
+                and self.sampling.is_unnamed(version)
+                and self._snapshots.can_repeat(model, version.number)
+            ):
+                self.sampling.interrupt(base, version)
+            else:
+                lost.append(version)
+        return lost
 
     def capabilities(self) -> Sequence[ModelFacts]:
         return [self._backends[base].facts for base in self._backends]
@@ -181,6 +293,9 @@ class Service:
                 "training_waiting_bytes": self.training.admission[base].waiting_bytes,
                 "unnamed_versions": num_unnamed,
                 "unnamed_version_bytes": unnamed_bytes,
+                "journal_bytes": self._journal.num_bytes_of_base(base),
+                "snapshots_taken": self._snapshots.num_taken[base],
+                **self.recovery.stats(base),
             }
             if measured:
                 try:
@@ -246,46 +361,50 @@ class Service:
 
     # ================================================================================================ losing
 
-    async def _lose(
-        self,
-        base: str,
-        reason: str,
-        error: Exception | None = None,
-        *,
-        models: Collection[str] | None = None,
-        versions: Collection[Version] = (),
-    ) -> None:
-        """What lived on this base is lost; with ``models`` only those and ``versions``. ``error``: what its pending
-        requests fail with instead of a sentence per model; then its samples fail too (an engine that ended has failed
-        them itself)."""
-        lost = [
-            model
-            for model in self._models.of_base(base)
-            if not model.lost and (models is None or model.record.model_id in models)
-        ]
+    async def _lose_versions(self, base: str, versions: Collection[Version]) -> None:
+        """They are published no more, and those without a file are lost."""
+        if not versions:
+            return
+        self.sampling.forget(base, versions)
+        await self._write_loss([], versions, "the process that held it ended")
+
+    async def _lose_model(self, model: LiveModel, reason: str) -> None:
+        await self._lose([model], reason)
+
+    async def _lose(self, lost: Sequence[LiveModel], reason: str, error: Exception | None = None) -> None:
+        """These models are lost. ``error``: what their pending requests fail with instead of a sentence per model."""
         for model in lost:
             model.lost = True
-        if models is not None:
-            jobs = [job for model_id in models for job in self._jobs.of_model(model_id)]
-        else:
-            jobs = [job for job in self._jobs.of_base(base) if job.model_id is not None or error is not None]
-        self.sampling.forget(base, None if models is None else versions)
-        loss = partial(self._registry.lose, base=base, reason=reason, models=models, versions=versions)
-        written = True
+        ids = [model.record.model_id for model in lost]
+        jobs = [job for model_id in ids for job in self._jobs.of_model(model_id)]
+        versions = [version for model_id in ids for version in self.sampling.give_up(model_id)]
+        await self._write_loss(lost, versions, reason)
+        errors = {model_id: await self._resume.model(model_id) for model_id in ids}
+        for job in jobs:
+            self._jobs.fail(job, error or errors[job.model_id or ""])
+        for model in lost:
+            model.queue.end(reason)
+            model.queue.delete()  # the trainer may have it, or yet come to itself
+        await _logged(self.recovery.forget(lost))
+
+    async def _give_up(self, base: str, why: str) -> None:
+        """A base that ends nothing: with its models' requests its samples fail."""
+        samples = [job for job in self._jobs.of_base(base) if job.model_id is None]
+        self.sampling.forget(base, None)
+        await self._lose(self._models.of_base(base), why, ServerError(why))
+        for job in samples:
+            self._jobs.fail(job, ServerError(why))
+
+    async def _write_loss(self, lost: Sequence[LiveModel], versions: Collection[Version], reason: str) -> None:
+        ids = [model.record.model_id for model in lost]
+        loss = partial(self._registry.lose, models=ids, versions=versions, reason=reason)
         try:
             await loss()
         except CannotStore:  # those that wait get their answers all the same
-            written = False
             self._unwritten.append((loss, lost))
-        errors = {model.record.model_id: await self._resume.model(model.record.model_id) for model in lost}
-        for job in jobs:
-            self._jobs.fail(job, error or errors.get(job.model_id or "") or Lost(reason))
-        for model in lost:
-            if written:
+        else:
+            for model in lost:
                 self._models.remove(model)
-            model.queue.end(reason)
-            if error is not None:  # the trainer is still there, and may yet come to itself
-                model.queue.delete()
 
     async def _write_losses(self) -> None:
         """Those that could not be written down when they came about."""
@@ -301,7 +420,8 @@ class Service:
 
     # ================================================================================================ in time
 
-    async def _end_session(self, session: Session, reason: str) -> None:
+    async def _end_session(self, session: Session, reason: str, *, keep: bool = False) -> None:
+        """``keep``: what its models have learnt, in checkpoints for a while."""
         if session.over is not None:
             return
         session.over = reason
@@ -313,19 +433,47 @@ class Service:
         finally:
             for model in models:
                 self._models.remove(model)
+                self._models.ending[model.record.model_id] = model
             self.sampling.end(session)
-            self._jobs.spawn(self._clean_up(session, models))
+            self._jobs.spawn(self._clean_up(session, models, keep=keep))
 
-    async def _clean_up(self, session: Session, models: Sequence[LiveModel]) -> None:
+    async def _clean_up(self, session: Session, models: Sequence[LiveModel], *, keep: bool) -> None:
         """When what they were asked before has ended (a save is still being written), models and versions go."""
         jobs = [job for model in models for job in self._jobs.of_model(model.record.model_id)]
         tasks = [job.task for job in jobs if job.task is not None]
         if tasks:
             await asyncio.wait(tasks)
+        if keep and session.over is not None:
+            await asyncio.gather(*(_logged(self._keep(model, session.over)) for model in models))
         for model in models:
+            self._models.ending.pop(model.record.model_id, None)
             if not model.lost:
                 model.queue.delete()
+        await self.recovery.forget(models)
         await self.sampling.release(session)
+
+    async def _keep(self, model: LiveModel, reason: str) -> None:
+        """What a model has learnt, as a checkpoint of its owner's that ends by itself. Its calls name it."""
+        record, seq_id, keep_s = model.record, model.queue.next_seq_id, int(self._settings.keep_silent_s)
+        if seq_id == 1 or not keep_s:  # nothing was asked of it
+            return
+        await self.recovery.ended(model, timeout_s=self._settings.stall_timeout_s)
+        if model.lost:
+            return
+        command = Snapshot(model_id=record.model_id, seq_id=seq_id, kind="training")
+        ref = await result_of(model.backend.trainer.submit(command), SnapshotRef)
+        checkpoint = await self._saves.save(
+            ref,
+            CheckpointName(model_id=record.model_id, type="weights", name=SILENT_NAME),
+            trainer=model.backend.trainer,
+            owner=record.owner,
+            base=record.base,
+            overwrite=True,
+            ttl_seconds=keep_s,
+        )
+        days = keep_s / 86400
+        kept = f"its weights and optimiser state are kept for {days:g} days as {checkpoint.name.uri}"
+        await self._registry.set_ended_reason(record.model_id, f"{reason}; {kept}")
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -347,7 +495,7 @@ class Service:
             idle_s = self._jobs.idle_s(base)
             if idle_s > self._settings.stall_timeout_s:
                 why = f"{base} has ended no request in {idle_s:.0f} s and was abandoned"
-                await _logged(self._lose(base, why, ServerError(why)))
+                await _logged(self._give_up(base, why))
         if now - self._last_prune >= self._settings.prune_interval_s:
             self._last_prune = now
             await _logged(self._saves.delete_expired())
@@ -362,7 +510,8 @@ class Service:
             case Action.RELEASE_WEIGHTS if session is not None:
                 await _logged(self.sampling.release_unnamed(session, lapse.silent_s))
             case Action.END_SESSION if session is not None:
-                await _logged(self._end_session(session, f"nothing was heard of it for {lapse.silent_s:.0f} s"))
+                why = f"nothing was heard of it for {lapse.silent_s:.0f} s"
+                await _logged(self._end_session(session, why, keep=True))
 
     async def _prune(self) -> None:
         """Forgets what need not be remembered any more, and gives the room back."""
@@ -381,6 +530,10 @@ class Service:
         return self._waits_for(job) + (f"; {trouble}" if trouble is not None else "")
 
     def _waits_for(self, job: Job) -> str:
+        model_id = job.model_id or self.sampling.waiting.get(job.request_id)
+        recovery = None if model_id is None else self.recovery.reason(model_id)
+        if recovery is not None:
+            return f"{job.operation} (seq_id {job.seq_id}) waits: {recovery}"
         model = self._models.get(job.model_id) if job.model_id is not None else None
         waits_for_id = model.queue.reason(job) if model is not None else None
         if waits_for_id is not None:

@@ -21,12 +21,24 @@ class ServiceSettings:
     keep_ended_s: float = 7 * 24 * 3600.0
     """What is remembered of a session that is over, and of its models and samplers, is forgotten after this long.
     Checkpoints stay: they say themselves whose they are."""
+    keep_silent_s: float = 7 * 24 * 3600.0
+    """What the models of a session that ended by silence have learnt is kept in a checkpoint each, for so long. 0: it
+    is not."""
     keep_versions: int = 8
     """Of the weights that a model saves for sampling without a name the newest stay, so many."""
     keep_sampled_s: float = 900.0
     """So do those that were sampled in this time. Others are released, and what is asked of them fails."""
     stall_timeout_s: float = 2 * 3600.0
     """A base that has had work for this long and ended none of it is abandoned: its requests fail."""
+    snapshot_work_s: float = 30.0
+    """A model is snapshotted, for its recovery after a death, when what it did since the last snapshot took this long:
+    about so long, and twice as long at most, it is done again."""
+    snapshot_commands: int = 1000
+    """Or when so many commands would be repeated."""
+    snapshot_bytes: int = 256 << 20
+    """Or when their bodies have so many bytes."""
+    snapshot_age_s: float = 600.0
+    """Or when the oldest of them is so old."""
     sampler_kind: SamplerKind = "snapshot"
     """What sampling clients without files are when they do not say (the SDK has said it since 0.38): a snapshot, or
     inflight, which follows the newest weights."""
@@ -73,6 +85,9 @@ class QuotaSettings:
     checkpoints: int = 100_000
     checkpoint_bytes: int | None = None
     """None: half of the disk."""
+    journal_bytes: int | None = None
+    """Bodies of commands that would be repeated after a death: since each live model's last snapshot, which waits for
+    an optimiser step. None: an eighth of the disk."""
     result_bytes: int = 4 << 30
     """Results that have not been fetched. Beyond it the oldest are forgotten."""
 
@@ -82,5 +97,6 @@ class QuotaSettings:
             self,
             model_bytes=num_bytes // 4 if self.model_bytes is None else self.model_bytes,
             version_bytes=num_bytes // 8 if self.version_bytes is None else self.version_bytes,
+            journal_bytes=num_bytes // 8 if self.journal_bytes is None else self.journal_bytes,
             checkpoint_bytes=num_bytes // 2 if self.checkpoint_bytes is None else self.checkpoint_bytes,
         )

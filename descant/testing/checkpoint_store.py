@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from descant.ckpt.manifest import MANIFEST, write_durable
+from descant.ckpt.manifest import MANIFEST, encode_manifest, write_durable
 from descant.errors import Damaged, NotFound, ServerError
 from descant.ports import CheckpointStore
 from descant.types import Checkpoint, CheckpointName, Full, Lora, Manifest, Trainable
@@ -50,6 +50,12 @@ def _exists(path: str) -> bool:
 
 
 class CheckpointStoreSuite:
+    async def damage(self, store: CheckpointStore, checkpoint: Checkpoint, file: str, body: bytes | None) -> None:
+        """Puts ``body`` in place of a file of a checkpoint (its manifest too), None: nothing, as a broken disk would.
+        A store that keeps them elsewhere than in ``directory`` overrides it."""
+        path = Path(checkpoint.directory) / file
+        path.unlink() if body is None else path.write_bytes(body)
+
     async def test_is_a_store(self, store: CheckpointStore) -> None:
         assert isinstance(store, CheckpointStore)
 
@@ -89,14 +95,14 @@ class CheckpointStoreSuite:
     @pytest.mark.parametrize("damage", ["a file is missing", "a file is shorter", "the manifest is cut", "none"])
     async def test_a_damaged_one_is_not_opened_and_can_be_deleted(self, store: CheckpointStore, damage: str) -> None:
         checkpoint = await committed(store, NAME, b"one")
-        file, manifest = (Path(checkpoint.directory) / name for name in ("adapter_model.safetensors", MANIFEST))
+        weights, manifest = "adapter_model.safetensors", encode_manifest(checkpoint.manifest)
         match damage:
             case "a file is missing":
-                file.unlink()
+                await self.damage(store, checkpoint, weights, None)
             case "a file is shorter":
-                file.write_bytes(b"on")
+                await self.damage(store, checkpoint, weights, b"on")
             case "the manifest is cut":
-                manifest.write_bytes(manifest.read_bytes()[:-20])
+                await self.damage(store, checkpoint, MANIFEST, manifest[:-20])
         if damage == "none":
             assert (await store.open(NAME)).name == NAME
         else:

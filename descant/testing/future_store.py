@@ -24,13 +24,14 @@ import pytest
 from descant.errors import NotFound
 from descant.ports import FutureStore
 from descant.testing.clock import FakeClock, settle
-from descant.types import Encoded, FutureKey, FutureState
+from descant.types import CommandRecord, Encoded, FutureKey, FutureState
 
 
 @dataclass(slots=True)
 class _Row:
     state: FutureState
     finished_at: float | None = None
+    command: CommandRecord | None = None
 
 
 @dataclass(slots=True)
@@ -49,7 +50,9 @@ class FakeFutureStore:
         self._disk = disk or FakeFutureDisk()
         self._ended: dict[str, asyncio.Event] = {}
 
-    async def put(self, *, key: FutureKey, owner: str, base: str, operation: str) -> tuple[str, bool]:
+    async def put(
+        self, *, key: FutureKey, owner: str, base: str, operation: str, command: CommandRecord | None = None
+    ) -> tuple[str, bool]:
         request_id = self._disk.ids.get((key, owner))
         if request_id is not None:
             return request_id, False
@@ -58,10 +61,12 @@ class FakeFutureStore:
             request_id=request_id, owner=owner, base=base, key=key, operation=operation, encoded=None, failed=False
         )
         self._disk.ids[key, owner] = request_id
-        self._disk.rows[request_id] = _Row(state)
+        self._disk.rows[request_id] = _Row(state, command=command)
         return request_id, True
 
-    async def resolve(self, request_id: str, encoded: Encoded, *, failed: bool = False) -> None:
+    async def resolve(
+        self, request_id: str, encoded: Encoded, *, failed: bool = False, loss: float | None = None
+    ) -> None:
         row = self._row(request_id)
         if row.finished_at is None:
             row.state = replace(row.state, encoded=encoded, failed=failed)

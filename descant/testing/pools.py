@@ -16,7 +16,7 @@ from descant.pools.members import EngineMember, TrainerMember
 from descant.pools.supervisor import ReplicaSpec
 from descant.pools.traffic import Traffic
 from descant.pools.trainers import TrainerPool
-from descant.ranks.health import Death, Health
+from descant.ranks.health import Death, Health, TurnReport
 from descant.ranks.settings import ReplicaSettings
 from descant.service.backends import Backend
 from descant.testing.fakes import FakeEngine, FakeTrainer, FakeWorld
@@ -129,6 +129,9 @@ class FakeReplica:
             num_commands=0,
             num_sample_requests=0,
         )
+
+    async def turns(self) -> TurnReport | None:
+        return None
 
     # ------------------------------------------------------------------------------------------------ Trainer
     def submit(self, command: Command) -> asyncio.Future[Result]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from descant.ranks.decide import IDLE, LAG_TURNS, ROWS, SAMPLE, TRAIN, Choice, Kind
 from descant.ranks.executor import AdapterMemory
-from descant.ranks.fair_queue import STARVATION_BOUND
+from descant.ranks.fair_queue import MAX_RATIO, STARVATION_BOUND
 from descant.ranks.partition import WaitingDatum, piece_at
 from descant.ranks.queues import Entry, Taken
 from descant.train.runner import RequestKey
@@ -23,7 +23,7 @@ class ModelView:
     """One model's queue as ``decide`` sees it: either row commands or datums stand at its head, never both.
 
     ``rows``: all row commands at the head, in order. ``data``: the datums, in order, of all ``ForwardBackward``s at
-    the head (as many whole pieces as a microbatch could take). ``virtual_runtime``: tokens this
+    the head (as many whole pieces as a microbatch could take). ``virtual_runtime``: usual tokens this
     model has had, raised on its arrival (``runtime_on_arrival``).
 
     ``own_bytes``: what its rows take on the device while a request of it is open, ``request_bytes``: what each one
@@ -163,7 +163,7 @@ def _fill(models: Sequence[ModelView], room: int, adapter_bytes: float) -> tuple
         data += piece
         room -= cost
         if (at := at + len(piece)) < len(model.data):
-            virtual_runtime += sum(datum.tokens for datum in piece)
+            virtual_runtime += cost
             heapq.heappush(queue, ((_QUEUED, 0, virtual_runtime), index, at))
     return tuple(data)
 
@@ -177,6 +177,16 @@ def pass_tokens(measured: Iterable[tuple[int, float]], max_pass_s: float) -> flo
         elif tokens / seconds > rate or seconds > max_pass_s:
             rate = min((rate + tokens / seconds) / 2, 2 * rate)
     return rate * max_pass_s
+
+
+def time_ratio(timed: Sequence[tuple[int, float]]) -> float:
+    """By how much longer than usual the last of these turns took: expected tokens and seconds of each."""
+    tokens, seconds = timed[0]
+    usual, ratio = seconds / tokens, 1.0
+    for tokens, seconds in timed:
+        one = min(seconds / tokens, MAX_RATIO * usual)
+        usual, ratio = usual + (one - usual) / 64, one / usual
+    return ratio
 
 
 def runtime_on_arrival(virtual_runtime: int, others: Iterable[int], last: int = 0) -> int:
@@ -216,6 +226,10 @@ class ReferenceQueues:
         self._measured: list[tuple[int, float]] = []
         """Tokens and seconds of each turn with a backward pass while sequences were sampled."""
         self._backward_tokens = 0
+        self._timed: list[tuple[int, float]] = []
+        """Expected tokens and seconds of each turn that was measured."""
+        self._expected: dict[str, int] = {}
+        """By model, of the last training turn."""
         self._both_wait = self._sampling = False
         self._weight = 1.0
         """Of a second of sampling."""
@@ -285,9 +299,17 @@ class ReferenceQueues:
                 opens.append(entry.command)
                 entry.waited_s = now_s - entry.arrived_s
             entry.taken += 1
-            length = input_length(entry.command.data[part.datum].model_input)
-            tokens += length
-            self._models[part.request[0]].virtual_runtime += length
+            tokens += input_length(entry.command.data[part.datum].model_input)
+        self._expected = {}
+        for index, datum in enumerate(choice.data):
+            model_id = datum.part.request[0]
+            first = all(before.part.request[0] != model_id for before in choice.data[:index])
+            cost = datum.tokens if first else datum.added_tokens
+            if entries[datum.part.request].command.forward_only:  # type: ignore[union-attr]
+                cost = math.ceil(cost / 2)
+            self._expected[model_id] = self._expected.get(model_id, 0) + cost
+        for model_id, cost in self._expected.items():
+            self._models[model_id].virtual_runtime += cost
         closes = tuple(key for key, entry in entries.items() if entry.is_taken)
         self._backward_tokens = 0
         if backward:
@@ -315,6 +337,14 @@ class ReferenceQueues:
         self._past = self._past.after(kind, weighed, time_share=self._time_share, both_wait=self._both_wait)
         if kind == TRAIN and self._sampling and self._backward_tokens:
             self._measured.append((self._backward_tokens, seconds))
+        if kind == TRAIN and (self._sampling or self._piece_tokens is not None):
+            self._timed.append((sum(self._expected.values()), seconds))
+            for model_id, cost in self._expected.items():
+                more = round(cost * (time_ratio(self._timed) - 1))
+                if model_id in self._models:
+                    self._models[model_id].virtual_runtime += more
+                elif model_id in self._runtimes:
+                    self._runtimes[model_id] += more
 
     def _waiting(self, model_id: str, waiting: ReferenceModelQueue) -> ModelView:
         rows: list[Command] = []

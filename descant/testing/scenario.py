@@ -82,6 +82,7 @@ async def run_scenario(replica: Replica, directory: Path) -> Observations:
     await asyncio.to_thread(directory.mkdir, exist_ok=True)
     ref = cast(SnapshotRef, await result(large.snapshot()))
     source = await saved(replica, ref, directory / "large")
+    await replica.drop(ref)
     record.gradients = load_file(directory / "large" / OPTIMIZER)  # the first moment is a tenth of the first gradient
     copy = Model(replica, "copy")
     await result(copy.create(Lora(rank=16), source=source))
@@ -98,6 +99,8 @@ async def run_scenario(replica: Replica, directory: Path) -> Observations:
             record.tokens.append(one.tokens())
             record.sampled += one.logprobs()
         await replica.release(version.version)
+        if for_disk:
+            await replica.drop(version)
     await result(small.send(DeleteModel))
     return record
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import obstore
 import pytest
 
+from descant.ckpt.manifest import MANIFEST
+from descant.ckpt.object_store import ObjectCheckpointStore
+from descant.ckpt.remote import Remote
 from descant.ckpt.store import DirCheckpointStore
 from descant.errors import DescantError, NotFound
+from descant.ports import CheckpointStore
 from descant.testing.checkpoint_store import CheckpointStoreSuite
 from descant.testing.fakes import FakeCheckpointStore
+from descant.testing.s3_server import BUCKET, ENVIRONMENT, s3_server
 from descant.types import Checkpoint, CheckpointName, Manifest
 
 
@@ -26,6 +32,45 @@ class TestDirCheckpointStore(CheckpointStoreSuite):
     @pytest.fixture
     def store(self, tmp_path: Path) -> DirCheckpointStore:
         return DirCheckpointStore(tmp_path)
+
+
+class ObjectStoreSuite(CheckpointStoreSuite):
+    async def damage(self, store: CheckpointStore, checkpoint: Checkpoint, file: str, body: bytes | None) -> None:
+        """Of the objects; the local copy is gone."""
+        assert isinstance(store, ObjectCheckpointStore)
+        shutil.rmtree(checkpoint.directory)
+        path = f"files/{Path(checkpoint.directory).name}/{file}"
+        if file == MANIFEST:
+            [info] = await store.remote.list("names/")
+            path = info.path
+        if body is None:
+            await store.remote.delete([path])
+        else:
+            obstore.put(store.remote.store, path, body)
+
+
+class TestObjectStoreInMemory(ObjectStoreSuite):
+    @pytest.fixture
+    async def store(self, tmp_path: Path) -> ObjectCheckpointStore:
+        store = ObjectCheckpointStore(Remote("memory:///"), tmp_path, max_local_bytes=1 << 20)
+        await store.start()
+        return store
+
+
+@pytest.fixture(scope="module")
+def s3_url() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+class TestObjectStoreOnS3(ObjectStoreSuite):
+    @pytest.fixture
+    async def store(self, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectCheckpointStore:
+        for name, value in (ENVIRONMENT | {"AWS_ENDPOINT_URL": s3_url}).items():
+            monkeypatch.setenv(name, value)
+        store = ObjectCheckpointStore(Remote(f"s3://{BUCKET}/{tmp_path.name}"), tmp_path, max_local_bytes=1 << 20)
+        await store.start()
+        return store
 
 
 # ---------------------------------------------------------------------------------- broken on purpose, once per clause

@@ -48,8 +48,8 @@ def test_an_adapter_comes_is_trained_on_and_leaves(tmp_path: Path) -> None:
             trained = logprobs(training)
             assert np.abs(trained - computed).max() > 0.01
             path = training.save_state("trained").result(END_S).path
-        for arguments, where in (((), "adapter"), (("--merge",), "merged")):
-            said = descant("export", path, tmp_path / where, "--verify", *arguments, "--data-dir", data_dir, key=KEY)
+        for command, where in (("export", "adapter"), ("merge", "merged")):
+            said = descant(command, path, tmp_path / where, "--verify", "--data-dir", data_dir, key=KEY)
             assert "differ by at most" in said
         assert uri in descant("ls", "--data-dir", data_dir, key=KEY)
 

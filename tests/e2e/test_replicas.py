@@ -1,4 +1,4 @@
-"""``descant serve`` with two replicas: one is killed, and only its own models notice."""
+"""``descant serve`` with two replicas: one is killed, only its own models notice, and they a pause."""
 
 from __future__ import annotations
 
@@ -106,13 +106,12 @@ def test_one_replica_of_two_is_killed(model: Path, tmp_path: Path):
         newcomer = create()  # at once
         assert losses(train(newcomer, 12)) == expected
         assert sampler.sample(PROMPT, 1, GREEDY).result(timeout=END_S).sequences[0].tokens == before
-        with pytest.raises(tinker.RequestFailedError, match=path):
-            losses(train(victim, 1))
+        assert losses(train(victim, 11)) == expected[1:], "not bit-equal to an undisturbed training"
 
         until_ready(server, missing="replica 0")
         assert len(ranks(server)) == 2
         resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
-        losses(train(resumed, 2))
+        assert losses(train(resumed, 2)) == expected[1:3]
         pids = ranks(server)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(END_S) == 0
@@ -131,7 +130,7 @@ def test_either_of_two_that_share_nothing_is_killed(model: Path, tmp_path: Path)
         trainer, engine = ranks(server)
         losses(train(client, 3))
         old = client.save_weights_and_get_sampling_client().result(timeout=END_S)
-        sampled(old)
+        before_training = sampled(old)
         path = client.save_state("before").result(timeout=END_S).path
         named = client.save_weights_for_sampler("named").result(timeout=END_S).path
         from_file = service_client.create_sampling_client(model_path=named).result(timeout=END_S)
@@ -141,17 +140,15 @@ def test_either_of_two_that_share_nothing_is_killed(model: Path, tmp_path: Path)
 
         os.kill(engine, signal.SIGKILL)
         assert [sampled(new), sampled(from_file)] == before, "its model is what it was, and its file is there"
-        with pytest.raises(tinker.RequestFailedError, match="is there: save its weights for sampling again"):
-            sampled(old)
+        assert sampled(old) == before_training, "its model is made again to publish it"
         until_ready(server, missing="replica 1", status=503)
         losses(train(client, 1))
 
         assert ranks(server)[0] == trainer
         os.kill(trainer, signal.SIGKILL)
         assert [sampled(new), sampled(from_file)] == before, "nothing of it was lost"
-        with pytest.raises(tinker.RequestFailedError, match=path):
-            losses(train(client, 1))
+        going_on = losses(train(client, 2))
         until_ready(server, missing="replica 0", status=503)
         resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)
-        losses(train(resumed, 2))
+        assert losses(train(resumed, 6))[-2:] == going_on, "not bit-equal to an undisturbed training"
         sampled(resumed.save_weights_and_get_sampling_client().result(timeout=END_S))

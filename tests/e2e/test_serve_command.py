@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -66,8 +65,8 @@ def rank_pids(server: Server) -> list[int]:
     return [int(pid) for pid in children if b"rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-def test_a_client_that_resumes_at_once_is_never_refused(model: Path, tmp_path: Path):
-    """Four kills in a row: what was in flight names the checkpoint, and what begins then waits for the next rank."""
+def test_four_kills_in_a_row_are_four_pauses(model: Path, tmp_path: Path):
+    """What is in flight gets its answer, what begins then waits for the next rank, and checkpoints load."""
     data_dir = tmp_path / "data"
     with serve(model, data_dir) as server:
         assert f"data in {data_dir}" in server.printed
@@ -85,14 +84,10 @@ def test_a_client_that_resumes_at_once_is_never_refused(model: Path, tmp_path: P
             os.kill(pid, signal.SIGKILL)
             sampled = base.sample(prompt, 1, greedy)
             for future in in_flight:
-                try:
-                    future.result(timeout=END_S)  # before the kill
-                except tinker.RequestFailedError as error:
-                    assert path in str(error)  # noqa: PT017
-            with pytest.raises(tinker.RequestFailedError, match=path):
-                loss(client)
-            client = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=START_S)
+                assert future.result(timeout=END_S).metrics["loss:sum"] == expected
             assert loss(client) == expected
+            resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=START_S)
+            assert loss(resumed) == expected
             assert len(sampled.result(timeout=END_S).sequences) == 1
         assert len(seen) == 4
         log = (tmp_path / "server.log").read_text()
@@ -117,8 +112,8 @@ def test_a_signal_ends_server_and_rank_and_a_checkpoint_goes_on(model: Path, tmp
 
 
 def test_what_survives_when_every_process_is_killed(model: Path, tmp_path: Path):
-    """The client lives on through the restart, on the same port: its session, its results and its checkpoints are
-    there; its model is not, and says so at once."""
+    """The client lives on through the restart, on the same port: its session, its results, its checkpoints, its model
+    and its samplers are there."""
     key = {"X-API-Key": "tml-test-key-1"}
     with serve(model, tmp_path / "data") as server:
         _, client = create(server.url, model)
@@ -129,6 +124,7 @@ def test_what_survives_when_every_process_is_killed(model: Path, tmp_path: Path)
         ephemeral = client.save_weights_and_get_sampling_client().result(timeout=END_S)
         prompt, greedy = types.ModelInput.from_ints([10, 11, 12]), types.SamplingParams(max_tokens=5, temperature=0.0)
         expected = sampler.sample(prompt, 1, greedy).result(timeout=END_S).sequences[0].tokens
+        expected_loss = loss(client)
         body = {"model_id": client.model_id, "path": "before", "seq_id": 3}  # sent again, to learn its request id
         request_id = httpx.post(f"{server.url}/api/v1/save_weights", json=body, headers=key).json()["request_id"]
         result = retrieve(server.url, request_id, key)
@@ -143,12 +139,8 @@ def test_what_survives_when_every_process_is_killed(model: Path, tmp_path: Path)
         session = client.model_id.partition(":")[0]
         beat = httpx.post(f"{server.url}/api/v1/session_heartbeat", json={"session_id": session}, headers=key)
         assert beat.status_code == 200
-        began = time.monotonic()
-        with pytest.raises(tinker.RequestFailedError, match=path):
-            loss(client)
-        with pytest.raises(tinker.RequestFailedError, match="tinker://"):
-            ephemeral.sample(prompt, 1, greedy).result(timeout=END_S)
-        assert time.monotonic() - began < 45
+        assert loss(client) == expected_loss
+        assert ephemeral.sample(prompt, 1, greedy).result(timeout=END_S).sequences[0].tokens == expected
         assert sampler.sample(prompt, 1, greedy).result(timeout=END_S).sequences[0].tokens == expected
         service_client = tinker.ServiceClient(base_url=server.url, api_key="tml-test-key-1")
         resumed = service_client.create_training_client_from_state_with_optimizer(path).result(timeout=END_S)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from descant import checkpoints
-from descant.ckpt.files import write_tensors
+from descant.ckpt.files import InlineWriter, write_tensors
 from descant.ckpt.manifest import MANIFEST, encode_manifest
 from descant.ckpt.peft import A_SUFFIX, ADAPTER, ADAPTER_CONFIG, B_SUFFIX, PREFIX, ExportBase
 from descant.ckpt.snapshot import Snapshots
@@ -86,7 +86,7 @@ def export(harness: LearnerHarness, model_id: str, directory: Path) -> Path:
     assert outline(resolve_model(str(model.directory))) == Outline(
         sites=harness.bank.sites, has_experts=model.has_experts
     )
-    snapshots = Snapshots(harness.bank, base=base)
+    snapshots = Snapshots(harness.bank, base=base, writer=InlineWriter())
     ref = snapshots.take(Snapshot(model_id=model_id, seq_id=9, kind="sampler"), has_pending_gradient=False)
     directory.mkdir()
     manifest = replace(snapshots.save(ref, str(directory))(), base=model.facts.name, owner="alice")

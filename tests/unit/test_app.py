@@ -147,12 +147,12 @@ def test_gpus_are_not_asked_for_where_none_is_wanted(device: str) -> None:
 async def test_the_last_failure_is_kept_on_disk_and_what_ranks_printed_is_not_reported(tmp_path: Path) -> None:
     failures = app.Failures(tmp_path, FakeClock())
     health = FakeReplica().health
-    assert failures.report("replica 0 of m", health).last_failure is None
+    assert failures.report("replica 0 of m", health, None).last_failure is None
     await failures.record("replica 0 of m", Death(message="it was killed", last_lines="a secret"))
-    reported = failures.report("replica 0 of m", health).last_failure
+    reported = failures.report("replica 0 of m", health, None).last_failure
     assert reported is not None
     assert (reported.death.message, reported.death.last_lines) == ("it was killed", "")
-    assert failures.report("replica 1 of m", health).last_failure is None
+    assert failures.report("replica 1 of m", health, None).last_failure is None
     written = LastFailure.from_json(json.loads((tmp_path / FAILURE_FILE).read_text()))
     assert (written.who, written.death.last_lines) == ("replica 0 of m", "a secret")
     await app.Failures(tmp_path / "missing", FakeClock()).record("m", Death(message="it was killed"))  # raises nothing

@@ -18,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from descant import checkpoints
+from descant.app import only_server_of
 from descant.ckpt.peft import ADAPTER, ADAPTER_CONFIG
 from descant.ckpt.store import DirCheckpointStore
 from descant.cli import main
 from descant.errors import UserError
+from descant.service.names import parse_path
 from descant.testing.tiny import tiny_model
 from descant.types import CheckpointName
 
@@ -175,11 +177,11 @@ def test_the_commands(base: Path, tmp_path: Path) -> None:
     assert "layers that the adapter leaves out stay as the base has them" in imported.stderr
     assert uri in run("ls", *where).stdout
 
-    exported = run("export", uri, tmp_path / "merged", "--merge", "--verify", *where)
+    exported = run("merge", uri, tmp_path / "merged", "--verify", *where)
     assert exported.exit_code == 0, exported.output
     assert "differ by at most" in exported.stdout
     assert "exists already" in run("export", uri, tmp_path / "merged", *where).stderr
-    failed = run("export", uri, tmp_path / "b", "--merge", "--verify", "--tolerance", 1e-12, *where)
+    failed = run("merge", uri, tmp_path / "b", "--verify", "--tolerance", 1e-12, *where)
     assert failed.exit_code == 1
     assert "does not compute what was served" in failed.stderr
     assert (tmp_path / "b").is_dir(), "it stays for a look"
@@ -192,3 +194,47 @@ def test_the_commands(base: Path, tmp_path: Path) -> None:
     nowhere = run("import", tmp_path / "theirs", "--base", base, "--data-dir", base / "config.json")
     assert "as data_dir: Not a directory" in nowhere.stderr
     assert not (tmp_path / "c").exists()
+
+
+def test_what_is_there_is_told_verified_and_cleaned_up(base: Path, tmp_path: Path) -> None:
+    made_by_peft(base, tmp_path / "theirs")
+    data_dir = tmp_path / "data"
+
+    def run(*arguments: object) -> tuple[int, Any]:
+        environment = {"TINKER_API_KEY": "tml-key"}
+        command = ["checkpoints", *map(str, arguments), "--data-dir", str(data_dir), "--json"]
+        done = CliRunner().invoke(main, command, env=environment)
+        return done.exit_code, json.loads(done.stdout) if done.stdout else done.stderr
+
+    uris = [run("import", tmp_path / "theirs", "--base", base, "--name", name)[1]["path"] for name in ("one", "two")]
+    code, listed = run("ls")
+    assert (code, {entry["path"] for entry in listed}) == (0, set(uris))
+    assert all(entry["trainable"]["rank"] == 4 and entry["size_bytes"] > 0 for entry in listed)
+    code, verdicts = run("verify")
+    assert (code, {verdict["what"]: verdict["error"] for verdict in verdicts}) == (0, dict.fromkeys(uris))
+
+    store = DirCheckpointStore(data_dir / "checkpoints", beside=True)
+    damaged = Path(asyncio.run(store.open(parse_path(uris[0]))).directory)
+    body = bytearray((damaged / ADAPTER).read_bytes())
+    body[-1] ^= 1
+    (damaged / ADAPTER).write_bytes(body)
+    code, verdicts = run("verify")
+    assert code == 1
+    found = {verdict["what"]: verdict["error"] for verdict in verdicts}
+    assert found == {uris[0]: f"{ADAPTER} has another sha256 than its manifest says", uris[1]: None}
+    (damaged / "manifest.json").write_bytes(b"{")
+    assert "is not a checkpoint manifest" in dict(map(dict.values, run("verify")[1]))[uris[0]]
+    assert run("verify", uris[1]) == (0, [{"what": uris[1], "error": None}])
+    assert run("verify", damaged)[0] == 1
+
+    left = data_dir / "checkpoints" / "attempts" / "1-0123456789abcdef"
+    left.mkdir()
+    (left / "part").write_bytes(b"x" * 100)
+    with only_server_of(data_dir):
+        code, said = run("gc")
+        assert code == 2
+        assert "another server uses" in said
+    assert run("gc") == (0, {"count": 1, "num_bytes": 100})
+    assert not left.exists()
+    assert run("gc") == (0, {"count": 0, "num_bytes": 0})
+    assert {entry["path"] for entry in run("ls")[1]} == {uris[1]}

@@ -44,8 +44,8 @@ class Repository:
         git(self.path, "commit", "-q", "--allow-empty", "-m", "x", hours_ago=hours_ago)
         return git(self.path, "rev-parse", "HEAD")
 
-    def run(self, base: str = "", fails: str = "nothing", tiers: str = "changed") -> tuple[int, list[str]]:
-        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "FAILS": fails, "CI_TIERS": tiers}
+    def run(self, base: str = "", fails: str = "nothing") -> tuple[int, list[str]]:
+        environment = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "FAILS": fails}
         environment.pop("CI_BASE", None)
         if base:
             environment["CI_BASE"] = base
@@ -108,13 +108,6 @@ def test_all_that_was_committed_since_counts(repository: Repository) -> None:
     repository.commit("descant/distributed/coordinator/state.py", hours_ago=3)
     repository.commit("constraints-sdks.txt", hours_ago=0)
     assert not_run(repository.run()[1]) == {"test-recipes"}
-
-
-def test_tiers_with_an_environment_of_their_own_are_asked_for(repository: Repository) -> None:
-    repository.commit("descant/app.py", hours_ago=1)
-    code, lines = repository.run(tiers="none")
-    assert (code, lines[-1]) == (0, "made: test-crashes")
-    assert not_run(lines) == {"test-ray", "test-sdks", "test-recipes"}
 
 
 def test_every_tier_is_a_target_of_the_makefile() -> None:

@@ -47,6 +47,7 @@ SCRIPTS = [
     *(ROOT / "examples").glob("*.py"),
     *(ROOT / "bench").glob("*.py"),
     ROOT / "descant" / "testing" / "faults.py",
+    ROOT / "descant" / "testing" / "powercut.py",
 ]
 EXAMPLE_OPTIONS = set(re.findall(r'add_argument\("(--[a-z-]+)"', "".join(path.read_text() for path in SCRIPTS)))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

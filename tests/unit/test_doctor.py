@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from descant.cli import main
 from descant.distributed.failure import DistributedFailure, RankRow, write_report
 from descant.doctor import FAILURE_FILE, LastFailure, ReplicaReport, ServerReport, last_failure_in, lines_of
-from descant.ranks.health import Death, Health
+from descant.ranks.health import Death, Gap, Health, SlowTurn, TurnReport
 
 HEALTH = Health(
     state="serving",
@@ -42,7 +42,29 @@ FAILURE = LastFailure(
         message="rank 1 of m was killed by SIGKILL", last_lines="one line\nanother", failure=DISTRIBUTED_FAILURE
     ),
 )
-REPORT = ServerReport(turn_timeout_s=900.0, replicas=[ReplicaReport(name="m", health=HEALTH, last_failure=FAILURE)])
+TURN = SlowTurn(
+    kind="train",
+    seconds=1.25,
+    cpu_s=0.75,
+    ago_s=8.0,
+    sequences=4,
+    tokens=512,
+    phases={"wait": 3.0, "take": 0.25, "run": 1.0, "answer": 0.0001},
+    pauses={"gc": 0.5, "trim": 0.0},
+)
+TURNS = TurnReport(
+    num_turns=90,
+    seconds=61.0,
+    num_gaps=40,
+    gap_p50_s=0.012,
+    gap_p99_s=0.5,
+    gap_p99_9_s=1.5,
+    gaps=[Gap(seconds=1.5, ago_s=6.0, turns=[TURN], before={"take": 0.25, "decide": 0.0})],
+    slowest=[TURN],
+)
+REPORT = ServerReport(
+    turn_timeout_s=900.0, replicas=[ReplicaReport(name="m", health=HEALTH, turns=TURNS, last_failure=FAILURE)]
+)
 
 
 def test_a_report_arrives_as_it_was_sent() -> None:
@@ -58,6 +80,12 @@ def test_a_report_is_printed_whole() -> None:
         "  rank 0: process 12\n  rank 1: process 34 on node-b\n",
         "  runs a training pass of 2 datums, for 3 s",
         "5 commands, 2 sample requests",
+        "  last 90 turns, in 61 s; the slowest:\n"
+        "    train, 4 datums, 512 tokens: 1.250 s (take 0.250 s, run 1.000 s; on a core 0.750 s; of it gc 0.500 s)"
+        ", 8 s ago\n",
+        "  sampling waited 40 times: p50 0.012 s, p99 0.500 s, p99.9 1.500 s; the longest:\n"
+        "    1.500 s, 6 s ago; at its end take 0.250 s\n"
+        "      train, 4 datums, 512 tokens: 1.250 s (",
         ": rank 1 of m was killed by SIGKILL\n",
         "rank 1 failed at turn[7]/commit: it was killed by SIGKILL",
         "rank 0: running, at turn[7]/commit, since 0.2 s\n",
@@ -83,6 +111,11 @@ def test_a_report_is_printed_whole() -> None:
 )
 def test_what_is_wrong(health: Health, wrong: list[str]) -> None:
     assert replace(REPORT, replicas=[replace(REPORT.replicas[0], health=health)]).wrong() == wrong
+
+
+def test_a_replay_that_came_out_otherwise_is_wrong() -> None:
+    [sentence] = replace(REPORT, replayed_losses_differ=2).wrong()
+    assert sentence.startswith("2 commands came out otherwise when they were repeated after a death")
 
 
 def test_what_ranks_printed_stays_on_the_machine() -> None:

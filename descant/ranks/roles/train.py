@@ -319,5 +319,5 @@ class TrainRole:
 
     # ------------------------------------------------------------------------------------------------ snapshots
     def save(self, op: Save) -> Background[Manifest]:
-        """Raises ``NotFound`` now, or writes behind the turns."""
+        """Raises ``NotFound`` now, or writes behind the turns: this thread does nothing for it."""
         return Background(run=self._snapshots.save(op.ref, op.dest))

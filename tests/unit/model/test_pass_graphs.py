@@ -20,6 +20,13 @@ def test_a_graph_is_not_much_larger_than_its_pass(num_tokens: int) -> None:
     assert size <= (512 if num_tokens <= 512 else 1.25 * num_tokens)
 
 
+@given(st.integers(1, 1 << 14))
+def test_small_passes_have_fewer_sizes(num_tokens: int) -> None:
+    """Those that filling up costs nothing."""
+    size = tokens_of_graph(num_tokens, finer_from=2048)
+    assert size == (tokens_of_graph(num_tokens) if num_tokens > 2048 else max(256, 1 << (num_tokens - 1).bit_length()))
+
+
 def test_there_are_few_sizes() -> None:
     sizes = {tokens_of_graph(num_tokens) for num_tokens in range(1, 16385)}
     assert sorted(sizes)[:8] == [256, 512, 640, 768, 896, 1024, 1280, 1536]

@@ -214,7 +214,7 @@ async def test_a_death_is_told_recorded_and_undone() -> None:
             "the rank was killed",
             "it could not be started again, and is tried again",
         ]
-        assert [health.state for _, health in told.supervisor.health()] == ["serving", "serving"]
+        assert [health.state for _, health, _ in await told.supervisor.health()] == ["serving", "serving"]
 
 
 async def test_models_are_evened_out_now_and_then() -> None:

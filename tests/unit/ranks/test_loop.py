@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import queue
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-import descant.ckpt.files as files
 from descant.errors import DescantError, RankDied, ServerError, UserError
 from descant.ranks.channel import TurnStatus
 from descant.ranks.loop import QUIET_S, TurnLoop
@@ -43,6 +46,7 @@ from descant.types import (
     CheckpointSource,
     Command,
     CreateModel,
+    Datum,
     ForwardBackward,
     ForwardBackwardOutput,
     Lora,
@@ -311,6 +315,88 @@ async def test_a_pass_ends_with_its_turn_while_sequences_are_sampled(rank: tuple
     assert (True, True) not in seen.under_way
 
 
+class Overlapping(Seen):
+    """What a replica on GPUs says of itself, on a CPU whose passes end as they are launched."""
+
+    def __init__(self, worker: Worker):
+        super().__init__(worker)
+        self.info = replace(worker.info, overlaps=True)
+
+
+def worker_of(tiny: Path, kind: type[Seen]) -> Seen:
+    """A training turn has room for one of ``several``."""
+    settings = changed(SETTINGS, train={"microbatch_tokens": 16})
+    return kind(build_tiny(RankSpec(model=str(tiny), settings=settings), lambda phase: None, Peers()))
+
+
+def several(count: int) -> tuple[Datum, ...]:
+    """That begin with nothing in common."""
+    return tuple(datum([3 + n, *range(1, 14)]) for n in range(count))
+
+
+def all_answers(worker: Seen, *ops: Any) -> list[Any]:
+    """To these in order, which are all there when the loop begins: results, or errors."""
+    answers: dict[int, Any] = {}
+
+    def respond(response: RankResponse) -> None:
+        if response.last:
+            answers[response.id] = response.error or response.result
+            if len(answers) == len(ops):
+                loop.post(RankRequest(id=0, op=Stop()))
+
+    loop = TurnLoop(worker, respond=respond, turn_status=TurnStatus(), time_share=1.0, max_pass_s=math.inf)
+    for number, op in enumerate(ops, 1):
+        loop.post(RankRequest(id=number, op=op))
+    loop.run()
+    return [answers[number] for number in range(1, len(ops) + 1)]
+
+
+def beside_sampling(model_id: str, passes: int) -> list[Any]:
+    """A model that trains on as many passes while somebody samples; then its loss."""
+    backward = ForwardBackward(model_id=model_id, seq_id=1, data=several(passes), loss_fn="cross_entropy")
+    return [
+        CreateModel(model_id=model_id, trainable=Lora(rank=4, seed=0)),
+        Sample(request=request(max_tokens=60)),
+        backward,
+        OptimStep(model_id=model_id, seq_id=2, adam_params=AdamParams(learning_rate=1e-2)),
+        replace(backward, seq_id=3, forward_only=True),
+    ]
+
+
+def test_a_step_is_planned_while_a_pass_runs(tiny: Path) -> None:
+    """The pass is launched, a step is sampled, and then the pass's requests are closed: with the same numbers."""
+    seen = [worker_of(tiny, kind) for kind in (Seen, Overlapping)]
+    expected, found = (all_answers(worker, *beside_sampling("model", 6)) for worker in seen)
+    for of in (2, 4):
+        assert found[of].metrics["loss:sum"] == expected[of].metrics["loss:sum"]
+        for mine, other in zip(found[of].loss_fn_outputs, expected[of].loss_fn_outputs, strict=True):
+            assert all(np.array_equal(mine[name], other[name]) for name in other)
+    assert found[4].metrics["loss:sum"] < found[2].metrics["loss:sum"]
+    turns = [op for op in seen[1].turns if isinstance(op, Microbatch | SampleStep)]
+    begun = [number for number, op in enumerate(turns) if isinstance(op, Microbatch) and op.parts]
+    assert len(begun) >= 6 + 1
+    for number in begun[:6]:
+        begins, step, ends = turns[number : number + 3]
+        assert isinstance(step, SampleStep)
+        assert (begins.closes, begins.sampling) == ((), False)
+        assert (ends.opens, ends.parts, ends.sampling) == ((), (), True)
+    closed = [key for op in turns if isinstance(op, Microbatch) for key in op.closes]
+    assert closed == [("model", 1), ("model", 3)]
+
+
+@pytest.mark.parametrize("which", [1, 2, 3, 4], ids=["begins", "ends", "begins again", "ends again"])
+def test_a_pass_beside_a_step_that_breaks_fails_what_was_in_it_and_no_more(tiny: Path, which: int) -> None:
+    worker = worker_of(tiny, Overlapping)
+    worker.sabotage = {Microbatch: which}
+    made, sample, broken, step, loss = all_answers(worker, *beside_sampling("model", 3))
+    assert "RuntimeError" in str(broken)
+    assert isinstance(step, UserError)  # its gradient is gone
+    assert not isinstance(made, DescantError)
+    assert not isinstance(sample, DescantError)
+    untrained = all_answers(worker_of(tiny, Seen), *beside_sampling("model", 3))[2]
+    assert loss.metrics["loss:sum"] == pytest.approx(untrained.metrics["loss:sum"], rel=1e-6)
+
+
 async def test_its_numbers_are_told_between_turns(rank: tuple[Replica, Seen]) -> None:
     replica, _ = rank
     model = Model(replica)
@@ -322,6 +408,26 @@ async def test_its_numbers_are_told_between_turns(rank: tuple[Replica, Seen]) ->
     assert after["sample_prefilled_tokens"] - before["sample_prefilled_tokens"] == 3
     assert after["sample_running"] == after["sample_waiting"] == 0
     assert after["adapters"] == 1
+
+
+async def test_it_tells_what_its_last_turns_took(rank: tuple[Replica, Seen]) -> None:
+    replica, seen = rank
+    model = Model(replica)
+    await result(model.create())
+    await result(model.backward((datum([1, 2, 3, 4]),)))
+    await sampled(replica, request(max_tokens=5))
+    report = await replica.turns()
+    assert report is not None
+    stats = await replica.stats()
+    counts = {kind: stats[f"{kind}_turn_seconds_count"] for kind in ("rows", "train", "sample")}
+    assert counts == {"rows": 1, "train": 1, "sample": sum(isinstance(turn, SampleStep) for turn in seen.turns)}
+    assert report.num_turns == sum(counts.values())
+    assert report.num_gaps == counts["sample"] - 1
+    [train] = [turn for turn in report.slowest if turn.kind == "train"]
+    assert (train.sequences, train.tokens) == (1, 4)
+    assert train.phases["run"] > 0
+    await replica.close()
+    assert await replica.turns() is None
 
 
 async def test_a_pass_has_room_for_what_its_datums_do_not_share(tiny: Path) -> None:
@@ -386,29 +492,25 @@ async def test_a_step_that_breaks_fails_its_requests(rank: tuple[Replica, Seen])
     assert len((await sampled(replica, request())).tokens()) == 4
 
 
-async def test_training_goes_on_while_a_save_is_written(
-    rank: tuple[Replica, Seen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer is held; passes and steps run; the save then holds what was true at its place in the order."""
-    replica, _ = rank
-    held = threading.Event()
-    write = files.write_durable
-
-    def slowly(path: str | Path, body: bytes) -> Any:
-        assert held.wait(60)
-        assert threading.current_thread().name.startswith("descant-write")
-        return write(path, body)
-
-    monkeypatch.setattr(files, "write_durable", slowly)
+async def test_training_goes_on_while_a_save_is_written(rank: tuple[Replica, Seen], tmp_path: Path) -> None:
+    """The process that writes stands still; passes and steps run; the save then holds what was true at its place in the
+    order."""
+    replica, seen = rank
+    writer = cast(Worker, seen.inner).writer
+    writer.start()
+    assert writer.pid is not None
     model = Model(replica)
     await result(model.create())
     await model.train(2)
     at_snapshot = await model.loss()
     ref = cast(SnapshotRef, await result(model.snapshot()))
-    save = asyncio.ensure_future(saved(replica, ref, tmp_path / "a"))
-    await model.train(2)
-    assert not save.done()
-    held.set()
+    os.kill(writer.pid, signal.SIGSTOP)
+    try:
+        save = asyncio.ensure_future(saved(replica, ref, tmp_path / "a"))
+        await model.train(2)
+        assert not save.done()
+    finally:
+        os.kill(writer.pid, signal.SIGCONT)
     again = Model(replica, "again")
     await result(again.create(source=await save))
     assert await again.loss() == at_snapshot

@@ -107,7 +107,9 @@ async def weights_of(replica: Replica, models: list[Model], directory: Path) -> 
     found = []
     for model in models:
         place = directory.with_name(f"{directory.name}-{model.model_id}")
-        await saved(replica, cast(SnapshotRef, await result(model.snapshot())), place)
+        ref = cast(SnapshotRef, await result(model.snapshot()))
+        await saved(replica, ref, place)
+        await replica.drop(ref)
         found.append({**load_file(place / ADAPTER), **load_file(place / OPTIMIZER)})
     return found
 

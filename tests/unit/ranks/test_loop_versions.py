@@ -170,4 +170,4 @@ async def test_what_was_captured_stays_while_versions_come_and_go(tiny: Path, tm
         stats = desk.worker.execute(Stats())
         assert stats["version_loads"] > 0
         assert stats["version_offloads"] > 5
-        assert (len(graphs.captured) == len(set(graphs.captured))) is not moves
+        assert len(graphs.captured) == len(set(graphs.captured))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from random import Random
 
 import pytest
@@ -37,6 +37,7 @@ from descant.types import (
 
 TURN_TOKENS = 100
 PREFIX = [9] * (MIN_SHARED_TOKENS + 4)
+MS = 2.0**-10
 SOURCE = CheckpointSource(uri="a checkpoint", directory="/a", optimizer=False)
 
 
@@ -58,12 +59,14 @@ class Bank:
         return model_id not in self.offloaded
 
 
-def queues(bank: Bank, *, tokens: int = TURN_TOKENS, max_pass_s: float = math.inf) -> Queues:
+def queues(
+    bank: Bank, *, tokens: int = TURN_TOKENS, max_pass_s: float = math.inf, piece_tokens: int | None = None
+) -> Queues:
     return Queues(
         bank,
         num_ranks=1,
         microbatch_tokens=tokens,
-        piece_tokens=None,
+        piece_tokens=piece_tokens,
         packable=True,
         shares={TRAIN: 1.0, SAMPLE: 1.0, "draft": 0.5},
         max_pass_s=max_pass_s,
@@ -274,6 +277,96 @@ def test_a_newcomer_does_not_shut_the_others_out() -> None:
     assert Counter(m for _ in range(10) for m in run(waiting).model_ids) == {"old": 5, "new": 5}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """Always has a request of ``datums`` waiting; a turn takes ``pass_ms`` for it and ``token_ms`` for each token."""
+
+    datums: tuple[int, ...]
+    token_ms: float = 1.0
+    pass_ms: float = 0.0
+    forward_only: bool = False
+
+
+def spent(tenants: Mapping[str, Tenant], waiting: Queues, *ready: Kind, turns: int = 2000) -> dict[str, float]:
+    """Milliseconds of the device that each has had; every turn takes what its datums take."""
+    seq_ids = count()
+    had = dict.fromkeys(tenants, 0.0)
+
+    def add(name: str) -> None:
+        entry = backward(name, next(seq_ids), *tenants[name].datums)
+        assert isinstance(entry.command, ForwardBackward)
+        entry.command = replace(entry.command, forward_only=tenants[name].forward_only)
+        waiting.add(entry)
+
+    for name in [*tenants, *tenants]:
+        add(name)
+    for _ in range(turns):
+        choice = waiting.choose(dict.fromkeys(ready, 1))
+        took = {name: tenants[name].pass_ms for name in choice.model_ids}
+        for waits in choice.data:
+            name = waits.part.request[0]
+            took[name] += tenants[name].token_ms * waits.tokens
+        if choice.kind == TRAIN:
+            for key in waiting.take(choice, 0.0).closes:
+                waiting.end(key)
+                add(key[0])
+            had = {name: had[name] + took.get(name, 0.0) for name in had}
+        waiting.ran(choice.kind, MS * (sum(took.values()) if choice.kind == TRAIN else 1.0))
+    return had
+
+
+ALIKE = Tenant(datums=(10,))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(Tenant(datums=(10,)), id="alike"),
+        pytest.param(Tenant(datums=(10,), token_ms=2.0), id="tokens that take longer"),
+        pytest.param(Tenant(datums=(2,), pass_ms=15.0), id="passes of few tokens"),
+        pytest.param(Tenant(datums=(10,), token_ms=0.3, forward_only=True), id="evaluations"),
+        pytest.param(Tenant(datums=(10, 10, 10)), id="large requests"),
+    ],
+)
+@pytest.mark.parametrize("piece_tokens", [pytest.param(10, id="cpu"), pytest.param(None, id="beside sampling")])
+def test_models_share_the_time_of_training_turns(other: Tenant, piece_tokens: int | None) -> None:
+    """Turns of one model each, of which is not known in advance what they take. (Much longer ones have more, since
+    nobody is skipped for more than ``STARVATION_BOUND`` passes for each model that waits.)"""
+    waiting = queues(Bank(), tokens=10, piece_tokens=piece_tokens)
+    had = spent({"other": other, "a": ALIKE, "b": ALIKE}, waiting, *([] if piece_tokens else [SAMPLE]))
+    assert had["other"] == pytest.approx(had["a"], rel=0.1)
+    assert had["a"] == pytest.approx(had["b"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("other", "times"),
+    [(Tenant(datums=(10,), token_ms=5.0), 5.0), (Tenant(datums=(10,), token_ms=0.5, forward_only=True), 1.0)],
+    ids=["tokens that take longer", "evaluations"],
+)
+def test_where_turns_are_not_measured_tokens_count(other: Tenant, times: float) -> None:
+    """A GPU's, while nobody samples: they may end before the device has done them."""
+    had = spent({"other": other, "a": ALIKE}, queues(Bank(), tokens=10))
+    assert had["other"] == pytest.approx(times * had["a"], rel=0.1)
+
+
+def test_one_turn_that_compiles_counts_as_eight_at_most() -> None:
+    waiting = queues(Bank(), tokens=10, piece_tokens=10)
+    for number in range(6):
+        waiting.add(backward(f"m{number}", 1, *[10] * 90))
+
+    def turn(milliseconds: float) -> str:
+        choice = waiting.choose({})
+        waiting.take(choice, 0.0)
+        waiting.ran(TRAIN, MS * milliseconds)
+        [name] = choice.model_ids
+        return name
+
+    for _ in range(60):
+        turn(10.0)
+    name = turn(1000.0)
+    assert [turn(10.0) for _ in range(5 * 8)].count(name) in (1, 2, 3), "skipped for the starvation bound"
+
+
 @pytest.mark.parametrize("what", ["data", "rows", "reading"])
 def test_a_decode_step_looks_at_nothing_that_waits(what: str) -> None:
     bank = Bank()
@@ -308,8 +401,6 @@ def test_a_training_turn_asks_about_those_it_takes() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- shares
-
-MS = 2.0**-10
 
 
 @given(

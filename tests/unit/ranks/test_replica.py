@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,9 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 from descant.errors import NotFound, Overloaded, RankDied, ServerError, UserError
 from descant.ports import Progress
+from descant.ranks.channel import ServerChannel
+from descant.ranks.ops import RankRequest, Stop
 from descant.ranks.rank_main import rank_environment
 from descant.ranks.replica import Replica
 from descant.ranks.settings import RankSpec
@@ -272,3 +276,21 @@ async def test_the_servers_side_loads_no_torch() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     stdout, _ = await process.communicate()
     assert stdout.decode().strip() == "[]"
+
+
+def test_what_is_sent_to_a_rank_that_has_just_ended_waits_for_the_news_of_it() -> None:
+    """On the server's own event loop, whose transports raise when they are closed."""
+
+    async def send() -> None:
+        here, there = socket.socketpair()
+        channel = await ServerChannel.open(here, lambda _: None)
+        there.close()
+        await channel.closed
+        for _ in range(3):
+            channel.send(RankRequest(id=1, op=Stop()))
+            await asyncio.sleep(0.01)
+        channel.close()
+        channel.send(RankRequest(id=1, op=Stop()))
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(send())

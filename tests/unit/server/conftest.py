@@ -33,6 +33,7 @@ from descant.types import (
     OptimStep,
     OptimStepOutput,
     PromptScores,
+    RequestBody,
     SampledSequence,
     SampleOutput,
     SamplerWeightsSaved,
@@ -148,7 +149,7 @@ class StubService:
         _, trainable, metadata = self._model(principal, model_id)
         return ModelInfo(model_id=model_id, facts=FACTS, trainable=trainable, user_metadata=metadata)
 
-    async def forward_backward(self, principal: str, command: ForwardBackward) -> Submitted:
+    async def forward_backward(self, principal: str, command: ForwardBackward, body: RequestBody) -> Submitted:
         self._model(principal, command.model_id)
         self.commands.append(command)
         outputs = tuple(
@@ -249,7 +250,15 @@ class StubService:
 
     async def stats(self) -> Mapping[str, Mapping[str, float]]:
         return {
-            "org/tiny": {"sample_running": 3, "adapter_load_wait_seconds": 0.25},
+            "org/tiny": {
+                "sample_running": 3,
+                "sampling_gap_seconds_bucket/0.5": 1,
+                "sampling_gap_seconds_bucket/10.0": 2,
+                "sampling_gap_seconds_bucket/+Inf": 2,
+                "sampling_gap_seconds_sum": 2.5,
+                "sampling_gap_seconds_count": 2,
+                "adapter_load_wait_seconds": 0.25,
+            },
             'a "quoted" one': {"sample_running": 0},
         }
 

@@ -326,6 +326,12 @@ async def test_metrics_are_for_whoever_has_a_key(client: httpx.AsyncClient):
         "# TYPE descant_sample_running gauge",
         'descant_sample_running{base="org/tiny"} 3',
         r'descant_sample_running{base="a \"quoted\" one"} 0',
+        "# TYPE descant_sampling_gap_seconds histogram",
+        'descant_sampling_gap_seconds_bucket{base="org/tiny",le="0.5"} 1',
+        'descant_sampling_gap_seconds_bucket{base="org/tiny",le="10.0"} 2',
+        'descant_sampling_gap_seconds_bucket{base="org/tiny",le="+Inf"} 2',
+        'descant_sampling_gap_seconds_sum{base="org/tiny"} 2.5',
+        'descant_sampling_gap_seconds_count{base="org/tiny"} 2',
     ]
     plain(await client.get("/metrics", headers={"x-api-key": ""}), 401)
 

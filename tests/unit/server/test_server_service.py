@@ -26,12 +26,14 @@ from descant.service.backends import Backend
 from descant.service.clock import SystemClock
 from descant.service.database import Database
 from descant.service.future_store import SqlFutureStore
+from descant.service.journal import Journal
 from descant.service.registry import Registry
 from descant.service.service import Service
 from descant.testing.fakes import FAKE_BASE, FakeCheckpointStore, FakeEngine, FakeTrainer, FakeWorld
 from descant.testing.tiny import tiny_tokenizer
 from descant.types import Full, FutureState, Lora, ModelFacts
 from descant.wire import tinker_pb2 as pb
+from descant.wire.decode import decode_forward_backward
 from descant.wire.encode import encode
 
 
@@ -44,8 +46,11 @@ async def service_over_fakes(path: Path, world: FakeWorld, facts: ModelFacts) ->
         futures=SqlFutureStore(database, clock),
         checkpoints=FakeCheckpointStore(path / "checkpoints"),
         registry=Registry(database),
+        journal=await Journal.open(database, path / "journal"),
+        snapshots=FakeCheckpointStore(path / "snapshots"),
         clock=clock,
         encode=encode,
+        decode=lambda body: decode_forward_backward(body.data, body.encoding),
     )
     await service.start()
     try:

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from descant.errors import DescantError
+from descant.errors import DescantError, RankDied
 from descant.pools.engines import EnginePool
 from descant.pools.trainers import TrainerPool
 from descant.service.backends import Backend
 from descant.service.database import Database
 from descant.service.future_store import SqlFutureStore
 from descant.service.futures import Pending, Submitted
+from descant.service.journal import Journal
 from descant.service.registry import Registry
 from descant.service.sample_submission import SampleSubmission
 from descant.service.service import Service
@@ -35,6 +36,7 @@ from descant.types import (
     ForwardBackward,
     Lora,
     OptimStep,
+    RequestBody,
     Result,
     SampleOutput,
     SamplerKind,
@@ -61,10 +63,24 @@ class RecordingTrainer(FakeTrainer):
     def __init__(self, world: FakeWorld):
         super().__init__(world)
         self.commands: list[Command] = []
+        self._futures: list[asyncio.Future[Result]] = []
 
     def submit(self, command: Command) -> asyncio.Future[Result]:
         self.commands.append(command)
-        return super().submit(command)
+        future = super().submit(command)
+        self._futures = [*(one for one in self._futures if not one.done()), future]
+        return future
+
+    def die(self) -> None:
+        """With all that it had, as a rank does; it is there again at once, with nothing."""
+        for task in self._tasks:
+            task.cancel()
+        self._queues.clear()
+        for future in self._futures:
+            if not future.done():
+                future.set_exception(RankDied("the rank was killed"))
+        self.world.adapters.clear()
+        self.world.snapshots.clear()
 
 
 class CountingEngine(FakeEngine):
@@ -99,6 +115,7 @@ class Harness:
         self.apart = apart
         self.clock = FakeClock()
         self.checkpoints = FakeCheckpointStore(path / "checkpoints")
+        self.snapshots = FakeCheckpointStore(path / "snapshots")
         self.settings = ServiceSettings()
         self.quotas = QuotaSettings()
         self.max_num_seqs = 1024
@@ -133,8 +150,11 @@ class Harness:
             futures=self.futures,
             checkpoints=self.checkpoints,
             registry=Registry(self.database),
+            journal=await Journal.open(self.database, self.path / "journal"),
+            snapshots=self.snapshots,
             clock=self.clock,
             encode=encode,
+            decode=lambda body: pickle.loads(body.data),
             settings=self.settings,
             quotas=self.quotas,
             trouble=lambda: self.trouble,
@@ -144,13 +164,14 @@ class Harness:
 
     def _backend(self, hook: Callable[[object], Any]) -> Backend:
         facts, capabilities = self.world.facts, EngineCapabilities(samples=self.samples or self.trains)
+        self.pool: TrainerPool | None = None
         if not self.apart:
             self.engine = self.engine_class(self.world, max_num_seqs=self.max_num_seqs, capabilities=capabilities)
             return Backend(facts=facts, trainer=self.trainer, engine=self.engine)
         # What is published is looked at where everything else is; no trainer does.
         sampled = FakeWorld(hook=hook)
         sampled.published = self.world.published
-        trainer = TrainerPool({0: self.trainer}, scratch=self.path)
+        trainer = self.pool = TrainerPool({0: self.trainer}, scratch=self.path)
         engines = {1: ServingEngine(sampled, max_num_seqs=self.max_num_seqs, capabilities=capabilities)}
         return Backend(facts=facts, trainer=trainer, engine=EnginePool(engines, source=trainer))
 
@@ -161,6 +182,21 @@ class Harness:
     async def restart(self) -> None:
         await self.stop()
         await self.start()
+
+    async def die(self) -> None:
+        """The process under ``BASE`` that trains; another takes its place. Published versions go with it, unless they
+        are ``apart``."""
+        self.trainer.die()
+        if self.pool is not None:
+            await self.service.backend_restarted("fake", models=self.pool.on_replica_death(0), versions=())
+        else:
+            self.world.published.clear()
+            await self.service.backend_restarted("fake")
+
+    async def recovered(self) -> None:
+        """No model is being made again."""
+        models = self.service._models
+        await self.until(lambda: all(model.recovering is None for model in models.of_base(BASE)))
 
     # ------------------------------------------------------------------------------------------------ as a client
     async def session(self, owner: str = "alice", key: str | None = None, **fields: Any) -> str:
@@ -198,9 +234,10 @@ class Harness:
         return submitted.model_id
 
     async def fb(self, model_id: str, seq_id: int, *, owner: str = "alice", forward_only: bool = False) -> Submitted:
-        return await self.service.training.forward_backward(
-            owner, forward_backward(model_id, seq_id, forward_only=forward_only)
-        )
+        return await self.train(forward_backward(model_id, seq_id, forward_only=forward_only), owner=owner)
+
+    async def train(self, command: ForwardBackward, *, owner: str = "alice") -> Submitted:
+        return await self.service.training.forward_backward(owner, command, RequestBody(data=pickle.dumps(command)))
 
     async def step(self, model_id: str, seq_id: int, *, owner: str = "alice", lr: float = 0.1) -> Submitted:
         command = OptimStep(model_id=model_id, seq_id=seq_id, adam_params=AdamParams(learning_rate=lr))

@@ -11,12 +11,12 @@ import pytest
 from service_harness import PATIENCE_S, Harness
 from sqlalchemy import Connection, text
 
-from descant.errors import CannotStore, DescantError
+from descant.errors import CannotStore, DescantError, ServerError
 from descant.service.database import Database
 from descant.service.future_store import SqlFutureStore
 from descant.storage import DataDirectory
 from descant.testing.clock import FakeClock
-from descant.types import Encoded, FutureKey
+from descant.types import CreateModel, Encoded, ForwardBackward, FutureKey
 
 
 def limit(pages: int):  # type: ignore[no-untyped-def]
@@ -188,13 +188,16 @@ async def test_a_loss_that_cannot_be_written_down_is_told_and_written_later(harn
     block = asyncio.Event()
 
     async def hook(what: object) -> None:
-        await block.wait()
+        if isinstance(what, CreateModel):
+            raise ServerError("it cannot be made again")
+        if isinstance(what, ForwardBackward):
+            await block.wait()
 
     harness.hook = hook
     running = await harness.fb(model, 2)
     await fill(harness.database)
     await harness.database.write(lambda c: c.execute(text("PRAGMA query_only = 1")))
-    await harness.service.backend_restarted("fake")
+    await harness.die()
     assert saved.path in (await harness.error(running)).message
     await harness.database.write(lambda c: c.execute(text("PRAGMA query_only = 0")))
     await harness.database.write(limit(1 << 20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from service_harness import BASE, Harness
 
@@ -288,3 +289,37 @@ async def test_cancel_ends_a_sampling_request_and_nothing_else(harness: Harness,
     await harness.result(await harness.fb(model, 1))
     await harness.result(held)
     await harness.service.futures.cancel_future("alice", other.request_id)
+
+
+async def test_what_a_silent_clients_models_have_learnt_is_kept_for_a_while(harness: Harness) -> None:
+    session = await harness.session()
+    model, untouched = await harness.model(session), await harness.model(session, model_seq_id=1)
+    await harness.result(await harness.fb(model, 1))
+    await harness.result(await harness.step(model, 2))
+    learnt = harness.weights(model).copy()
+    await harness.advance(harness.settings.session_timeout_s + 1)
+    await harness.until(lambda: not harness.service._models.ending)
+    path = f"tinker://{model}/weights/when-silent"
+    with pytest.raises(NotFound, match=path):
+        await harness.fb(model, 3)
+    with pytest.raises(NotFound, match="nothing was heard of it"):
+        await harness.fb(untouched, 1)
+    again = await harness.service.creation.load_weights_new(
+        "alice", session_id=await harness.session(), model_seq_id=0, path=path, optimizer=True, base_model=None,
+        user_metadata=None,
+    )  # fmt: skip
+    await harness.result(again)
+    assert again.model_id is not None
+    np.testing.assert_allclose(harness.weights(again.model_id), learnt, atol=1e-6)
+    await harness.advance(harness.settings.keep_silent_s + 1)
+    with pytest.raises(NotFound):
+        await harness.service.training.weights_info("alice", path)
+
+
+async def test_a_client_that_finishes_leaves_nothing(harness: Harness) -> None:
+    session = await harness.session()
+    model = await harness.model(session)
+    await harness.result(await harness.fb(model, 1))
+    await harness.finish(session)
+    await harness.until(lambda: not harness.service._models.ending)
+    assert not await harness.checkpoints.list(model)

@@ -104,7 +104,7 @@ async def test_the_first_step_after_a_closed_gap_fails_and_the_next_works(harnes
     assert not harness.weights(model).any()
     await harness.result(await harness.fb(model, 5))
     await harness.result(await harness.step(model, 6))
-    await harness.result(await harness.service.training.forward_backward("alice", forward_backward(clean, 1)))
+    await harness.result(await harness.train(forward_backward(clean, 1)))
     await harness.result(await harness.step(clean, 2))
     assert harness.weights(model).any()
 
@@ -145,13 +145,11 @@ async def test_nothing_that_waited_behind_a_gap_is_stepped(
     np.testing.assert_array_equal(harness.weights(model), harness.weights(clean))
     at = 5 + len(waiting)
     command = forward_backward(model, at)
-    await harness.result(await harness.service.training.forward_backward("alice", command))
+    await harness.result(await harness.train(command))
     answer = await harness.answer(await harness.step(model, at + 1))
     assert isinstance(answer, DescantError) != next_step_works
     if next_step_works:
-        await harness.result(
-            await harness.service.training.forward_backward("alice", replace(command, model_id=clean, seq_id=3))
-        )
+        await harness.result(await harness.train(replace(command, model_id=clean, seq_id=3)))
         await harness.result(await harness.step(clean, 4))
     np.testing.assert_array_equal(harness.weights(model), harness.weights(clean))
 
@@ -242,7 +240,7 @@ async def sent_until_full(
     taken: list[Submitted] = []
     for seq_id in range(first, last + 1):
         try:
-            taken.append(await harness.service.training.forward_backward(owner, large(model_id, seq_id, num_bytes)))
+            taken.append(await harness.train(large(model_id, seq_id, num_bytes), owner=owner))
         except Overloaded as error:
             return taken, error.message
     raise AssertionError("all were taken")
@@ -264,7 +262,7 @@ async def held_at(harness: Harness, max_bytes: int) -> asyncio.Event:
 
 async def test_one_owners_data_leaves_room_for_others_and_one_models_for_its_owners_others(harness: Harness) -> None:
     release = await held_at(harness, 64 * MIB)
-    train = harness.service.training.forward_backward
+    train = harness.train
     first, second, bobs = await harness.model(), await harness.model(), await harness.model(owner="bob")
     sent, told = await sent_until_full(harness, first, 2 * MIB)
     assert len(sent) == 10, "a third"
@@ -281,33 +279,33 @@ async def test_one_owners_data_leaves_room_for_others_and_one_models_for_its_own
     for submitted in theirs:
         await harness.result(submitted, owner="bob")
     assert (await harness.service.stats())[BASE]["training_bytes"] == 0
-    again = await train("alice", large(first, 11, 2 * MIB))
+    again = await train(large(first, 11, 2 * MIB), owner="alice")
     await harness.result(again), "what was told to come again has kept its id"
 
 
 async def test_what_waits_behind_a_gap_is_counted_and_the_missing_request_is_let_in(harness: Harness) -> None:
     release = await held_at(harness, 64 * MIB)
-    train = harness.service.training.forward_backward
+    train = harness.train
     model, other, bobs = await harness.model(), await harness.model(), await harness.model(owner="bob")
     waiting, told = await sent_until_full(harness, model, 5 * MIB, first=2, last=61)
     assert "would wait for an earlier one that has not arrived" in told
     for seq_id in range(5, 62):
         with pytest.raises(Overloaded):
-            await train("alice", large(model, seq_id, 5 * MIB))
+            await train(large(model, seq_id, 5 * MIB), owner="alice")
     assert len(waiting) == 3, "a quarter"
     numbers = (await harness.service.stats())[BASE]
     assert 15 * MIB < numbers["training_waiting_bytes"] == numbers["training_bytes"] < 16 * MIB
-    theirs = [await train("bob", large(bobs, seq_id, 5 * MIB)) for seq_id in (1, 2)]
-    missing = await train("alice", large(model, 1, 60 * MIB)), "it is let in, however large"
+    theirs = [await train(large(bobs, seq_id, 5 * MIB), owner="bob") for seq_id in (1, 2)]
+    missing = await train(large(model, 1, 60 * MIB), owner="alice"), "it is let in, however large"
     for who, seq_id in ((model, 5), (other, 1)):
         with pytest.raises(Overloaded):
-            await train("alice", large(who, seq_id, 5 * MIB)), "but nothing else of its owner, while it runs"
+            await train(large(who, seq_id, 5 * MIB), owner="alice"), "but nothing else of its owner, while it runs"
     release.set()
     for submitted in (missing[0], *waiting):
         await harness.result(submitted)
     for submitted in theirs:
         await harness.result(submitted, owner="bob")
-    await harness.result(await train("alice", large(model, 5, 5 * MIB)))
+    await harness.result(await train(large(model, 5, 5 * MIB), owner="alice"))
     numbers = (await harness.service.stats())[BASE]
     assert numbers["training_waiting_bytes"] == numbers["training_bytes"] == 0
 
@@ -315,7 +313,7 @@ async def test_what_waits_behind_a_gap_is_counted_and_the_missing_request_is_let
 async def test_a_gap_that_closes_gives_its_room_back(harness: Harness) -> None:
     await held_at(harness, 64 * MIB)
     model = await harness.model()
-    waiting = [await harness.service.training.forward_backward("alice", large(model, n, 5 * MIB)) for n in (3, 4)]
+    waiting = [await harness.train(large(model, n, 5 * MIB)) for n in (3, 4)]
     with pytest.raises(UserError, match="name"):
         await harness.save(model, 5, "a/b")
     await harness.advance(331.0)

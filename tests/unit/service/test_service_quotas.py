@@ -353,7 +353,7 @@ async def test_a_save_that_fails_counts_for_nothing(harness: Harness) -> None:
     assert len(harness.service.sampling._ephemeral) == 0
     harness.hook = None
     await unnamed(harness, model, 2)
-    await harness.service.backend_restarted(BASE)
+    await harness.service.sampling._retire([(Version(model_id=model, number=2), "enough")])
     assert len(harness.service.sampling._ephemeral) == 0
 
 

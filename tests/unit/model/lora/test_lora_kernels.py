@@ -118,10 +118,11 @@ def test_they_equal_plain_products(
     tiles = tiles_of(ranges, work, gradients)
     x, dy = random(NUM_TOKENS, num_in, seed=100), random(NUM_TOKENS, sum(widths), seed=101)
 
-    beyond = torch.ones(NUM_TOKENS, len(widths), max(ranks), dtype=torch.bool, device=DEVICE)
+    beyond = torch.ones(NUM_TOKENS, len(widths), tiles.rank, dtype=torch.bool, device=DEVICE)
     for own_range in ranges:
         beyond[own_range.start : own_range.end, :, : own_range.rank] = False
 
+    assert tiles.rank == max(kernels.MIN_RANK, *ranks)
     h, dh = kernels.shrink(x, tiles, sites), kernels.expand_backward(dy, tiles, sites)
     for intermediate in (h, dh):  # what lies beyond a tile's rank is never read
         intermediate.view(beyond.shape)[beyond] = torch.nan
@@ -140,7 +141,7 @@ def test_they_equal_plain_products(
         first = 0
         for index, width in enumerate(widths):
             at, bt = rank * sites.a_begins[index], rank * sites.b_begins[index]
-            out, cells = slice(first, first + width), slice(index * max(ranks), index * max(ranks) + rank)
+            out, cells = slice(first, first + width), slice(index * tiles.rank, index * tiles.rank + rank)
             a, b = row[at : at + rank * num_in].view(rank, num_in), row[bt : bt + rank * width].view(width, rank)
             h_own, dh_own = h[own, cells].double(), dh[own, cells].double()
             near(h_own, own_range.scale * x[own].double() @ a.t())
