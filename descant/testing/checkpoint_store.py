@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -149,6 +150,7 @@ class CheckpointStoreSuite:
         names = [CheckpointName(model_id=f"s:train:{i % 2}", type="weights", name=f"n{i}") for i in range(4)]
         for name in names:
             await committed(store, name, b"x")
+            await asyncio.sleep(0.02)  # a file system's clock ticks in milliseconds, and a commit may be faster
         assert [checkpoint.name for checkpoint in await store.list()] == names[::-1]
         assert [checkpoint.name for checkpoint in await store.list("s:train:1")] == [names[3], names[1]]
         assert await store.list("s:train:2") == []
