@@ -37,6 +37,11 @@ async def written(
     return attempt, manifest
 
 
+async def tick() -> None:
+    """A file system's clock ticks in milliseconds, and a commit may be faster."""
+    await asyncio.sleep(0.02)
+
+
 async def committed(store: CheckpointStore, name: CheckpointName, body: bytes) -> Checkpoint:
     attempt, manifest = await written(store, name, body)
     return await store.commit(name, attempt, manifest)
@@ -150,7 +155,7 @@ class CheckpointStoreSuite:
         names = [CheckpointName(model_id=f"s:train:{i % 2}", type="weights", name=f"n{i}") for i in range(4)]
         for name in names:
             await committed(store, name, b"x")
-            await asyncio.sleep(0.02)  # a file system's clock ticks in milliseconds, and a commit may be faster
+            await tick()
         assert [checkpoint.name for checkpoint in await store.list()] == names[::-1]
         assert [checkpoint.name for checkpoint in await store.list("s:train:1")] == [names[3], names[1]]
         assert await store.list("s:train:2") == []
@@ -159,6 +164,7 @@ class CheckpointStoreSuite:
         other = CheckpointName(model_id=NAME.model_id, type="weights", name="b")
         for name in (NAME, other, NAME):
             await committed(store, name, b"x")
+            await tick()
         assert [checkpoint.name for checkpoint in await store.list()] == [NAME, other]
 
     async def test_delete(self, store: CheckpointStore) -> None:
