@@ -86,7 +86,16 @@ def read_verified(directory: str | Path, name: str, manifest: Manifest) -> bytes
     """The bytes of one of the manifest's files. Raises ``Damaged`` when they are not what was written, and what
     ``reading`` does."""
     with reading(directory, manifest):
-        return _read_verified(directory, name, manifest)
+        entry = manifest.files.get(name)
+        if entry is None:
+            raise Damaged(f"its manifest names no {name}")
+        try:
+            body = REAL.read(os.path.join(directory, name))
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        check_size(name, len(body), entry)
+        _check_digest(name, hashlib.sha256(body).hexdigest(), entry)
+        return body
 
 
 @contextmanager
@@ -103,19 +112,6 @@ def reading(directory: str | Path, manifest: Manifest) -> Iterator[None]:
         if now != manifest:
             raise UserError("the checkpoint was replaced while it was read; load it again") from None
         raise
-
-
-def _read_verified(directory: str | Path, name: str, manifest: Manifest) -> bytes:
-    entry = manifest.files.get(name)
-    if entry is None:
-        raise Damaged(f"its manifest names no {name}")
-    try:
-        body = REAL.read(os.path.join(directory, name))
-    except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error.strerror}") from None
-    check_size(name, len(body), entry)
-    _check_digest(name, hashlib.sha256(body).hexdigest(), entry)
-    return body
 
 
 def check_file(directory: str | Path, name: str, entry: FileEntry, *, disk: Disk = REAL) -> None:
