@@ -19,14 +19,15 @@ _compiles_only = False
 @contextmanager
 def compiling_kernels() -> Iterator[None]:
     """While it lasts, kernels are compiled instead of launched, many at once, and what they would have computed is not
-    there. At its end all of them are there, for a next process too (Triton keeps them on disk)."""
+    there. At its end all of them are there, for a next process too (Triton keeps them on disk), but for those that do
+    not compile: who launches one of these gets the error, and nobody else."""
     global _compiles_only
     import triton  # here, since what computes on a CPU imports this module too
 
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="descant-compile") as threads:
         _compiles_only = True
         try:
-            with triton.AsyncCompileMode(threads):
+            with triton.AsyncCompileMode(threads, ignore_errors=True):
                 yield
         finally:
             _compiles_only = False
